@@ -2,10 +2,12 @@
 8 streams.
 
 llama.cpp runs in its own interpreter, with GGUF files that are made here from the checkpoint. Its streams are decoded
-in one batch through the C API, without a server: its best case. Rounds alternate between all sides.
+in one batch through the C API, without a server: its best case. Rounds alternate between all sides. Without --peer our
+weights are compared with each other only, and nothing is saved.
 
     python -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python
     python tools/bench/against_llama.py --peer .venv-llama/bin/python --models reference 0.5b --save
+    python tools/bench/against_llama.py --models 0.5b qwen-0.5b --weights int8 "int8 with head"
 """
 
 import argparse
@@ -15,7 +17,8 @@ import random
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -35,10 +38,24 @@ NEW_TOKENS, FEWER_TOKENS = 128, 24
 CONTEXT = 256
 WEIGHTS = {"f32": "float32", "f16": "float16", "q8_0": "q8_0", "q4_0": "q4_0"}
 """llama.cpp's names of its files' types, and ours."""
-OURS = {"float": None, "int8": "int8", "int4": "rtn4"}
+OURS = {
+    "float": None,
+    "int8": Recipe("int8"),
+    "int8 with head": Recipe("int8", head="int8"),
+    "int4": Recipe("rtn4"),
+    "int4 with head": Recipe("rtn4", head="int8"),
+}
 """Our checkpoints, and how they are made: None, as it is; with rounding in 4 bits, as speed does not depend on it."""
-PAIRS = (("float", "f32"), ("float", "f16"), ("int8", "q8_0"), ("int4", "q4_0"))
-"""What is compared."""
+PAIRS = {
+    "float": ("f32", "f16"),
+    "int8": ("q8_0",),
+    "int8 with head": ("q8_0",),
+    "int4": ("q4_0",),
+    "int4 with head": ("q4_0",),
+}
+"""What each of them is compared with."""
+Run = tuple[list[list[int]], float]
+"""The tokens of each stream, and the seconds that they took."""
 
 
 class Peer:
@@ -64,6 +81,11 @@ class Peer:
         self.version = answer["version"]
         return answer
 
+    def run(self, name: str, request: dict[str, Any]) -> Run:
+        """Generate with a model that is loaded."""
+        answer = self.ask(name=name, generate=request)
+        return answer["ids"], answer["seconds"]
+
     def close(self) -> None:
         """End it."""
         self._process.kill()
@@ -80,37 +102,57 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
 
 
 def compare(
-    engines: Mapping[str, Engine], peer: Peer, model: str, streams: int, vocab: int, tokens: int, rounds: int
+    engines: Mapping[str, Engine], peer: Peer | None, model: str, streams: int, vocab: int, tokens: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Rows for one number of streams, one for each pair."""
+    """Rows for one number of streams: one for each pair, or for each of our weights if there is no peer."""
     rng = random.Random(streams)
     prompts = [[rng.randrange(4, vocab) for _ in range(PROMPT_TOKENS)] for _ in range(streams)]
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-    request = {"prompts": prompts, "tokens": tokens}
-    ids = {name: engine.generate_ids(prompts, params) for name, engine in engines.items()}
-    theirs = {kind: peer.ask(name=f"{kind} {streams}", generate=request)["ids"] for kind in WEIGHTS}
-    times: dict[str, list[float]] = {name: [] for name in (*engines, *WEIGHTS)}
+    works: dict[str, Callable[[], Run]] = {name: partial(run, each, prompts, params) for name, each in engines.items()}
+    if peer is not None:
+        request = {"prompts": prompts, "tokens": tokens}
+        works |= {kind: partial(peer.run, f"{kind} {streams}", request) for kind in WEIGHTS}
+    ids = {name: work()[0] for name, work in works.items()}
+    times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
-        for name, engine in engines.items():
-            times[name].append(measure.seconds(partial(engine.generate_ids, prompts, params)))
-        for kind in WEIGHTS:
-            times[kind].append(peer.ask(name=f"{kind} {streams}", generate=request)["seconds"])
+        for name, work in works.items():
+            times[name].append(work()[1])
     speed = {name: streams * tokens / statistics.median(each) for name, each in times.items()}
-    return [
-        {
+    rows = []
+    for ours in engines:
+        row = {
             "model": model,
             "streams": streams,
             "tokens": tokens,
             "our_weights": ours,
-            "weights": kind,
             "ours_tokens_per_s": round(speed[ours], 1),
-            "llama_cpp_tokens_per_s": round(speed[kind], 1),
-            "ratio": round(speed[ours] / speed[kind], 2),
             "ours_over_our_float": round(speed[ours] / speed["float"], 2),
-            "same_tokens_up_to_first_difference": round(agreement(ids[ours], theirs[kind]), 3),
         }
-        for ours, kind in PAIRS
-    ]
+        if peer is None:
+            rows.append(row)
+            continue
+        for kind in PAIRS[ours]:
+            theirs = {
+                "weights": kind,
+                "llama_cpp_tokens_per_s": round(speed[kind], 1),
+                "ratio": round(speed[ours] / speed[kind], 2),
+                "same_tokens_up_to_first_difference": round(agreement(ids[ours], ids[kind]), 3),
+            }
+            rows.append(row | theirs)
+    return rows
+
+
+def run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> Run:
+    """Generate with our engine."""
+    began = time.perf_counter()
+    ids = engine.generate_ids(prompts, params)
+    return ids, time.perf_counter() - began
+
+
+def own_text(report: Mapping[str, Any]) -> str:
+    """What is printed without a peer."""
+    columns = ("model", "streams", "our_weights", "ours_tokens_per_s", "ours_over_our_float")
+    return measure.table(columns, [[row[column] for column in columns] for row in report["rows"]])
 
 
 def report_text(report: Mapping[str, Any]) -> str:
@@ -148,26 +190,29 @@ def report_text(report: Mapping[str, Any]) -> str:
         "deterministic mode, with the KV "
         f"cache as it is by default; llama-cpp-python {report['llama_cpp_python']} keeps KV in float16, its default. "
         "Our float is the checkpoint as it is: float16 for `reference`, bfloat16 for the others, which have random "
-        "weights. int8 has a scale for each row, int4 one for each 128 inputs, embeddings and head stay in 16 bits; "
+        "weights. int8 has a scale for each row, int4 one for each 128 inputs, embeddings stay in 16 bits, and so does "
+        "the head, but for rows with it, where it is int8; "
         "q8_0 and q4_0 have a scale for each 32 inputs, and embeddings and head are quantized, too. "
         "Same tokens: up to the first difference of each stream; quantized sides round differently."
     )
     return f"# Against llama.cpp\n\n{about}\n\n{lines}"
 
 
-def measure_model(name: str, peer: Peer, folder: Path, threads: int, rounds: int) -> list[dict[str, Any]]:
+def measure_model(
+    name: str, weights: Sequence[str], peer: Peer | None, folder: Path, threads: int, rounds: int
+) -> list[dict[str, Any]]:
     """Rows for one model, whose files are written to `folder`."""
     if name == "reference":
         model = measure.ROOT / "models/reference"
     else:
         model = synthetic.write_random(synthetic.SHAPES[name], folder / "float")
     checkpoints = {"float": model}
-    for ours, scheme in OURS.items():
-        if scheme is not None:
+    for ours in weights:
+        if (recipe := OURS[ours]) is not None:
             checkpoints[ours] = folder / ours
             checkpoints[ours].mkdir()
-            produce(LayeredModel(inspect_model(EngineConfig(model=str(model)))), checkpoints[ours], Recipe(scheme))
-    files = {kind: folder / f"{kind}.gguf" for kind in WEIGHTS}
+            produce(LayeredModel(inspect_model(EngineConfig(model=str(model)))), checkpoints[ours], recipe)
+    files = {kind: folder / f"{kind}.gguf" for kind in WEIGHTS} if peer else {}
     for kind, file in files.items():
         gguf_files.write(model, file, WEIGHTS[kind], lambda *_: None)
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
@@ -180,6 +225,7 @@ def measure_model(name: str, peer: Peer, folder: Path, threads: int, rounds: int
         for streams in (1, 8):
             for kind, file in files.items():
                 load = {"file": str(file), "threads": threads, "streams": streams, "context": CONTEXT}
+                assert peer is not None
                 peer.ask(name=f"{kind} {streams}", load=load)
             tokens = NEW_TOKENS if name == "reference" else FEWER_TOKENS
             rows += compare(engines, peer, name, streams, vocab, tokens, rounds)
@@ -189,28 +235,28 @@ def measure_model(name: str, peer: Peer, folder: Path, threads: int, rounds: int
 def main() -> None:
     """Measure, print; keep the results with --save."""
     parser = argparse.ArgumentParser(description="The engine against llama.cpp on the same weights.")
-    parser.add_argument("--peer", type=Path, required=True, help="python that has llama-cpp-python")
+    parser.add_argument("--peer", type=Path, help="python that has llama-cpp-python; without it only ours is measured")
     parser.add_argument("--models", choices=("reference", *synthetic.SHAPES), nargs="+", default=["reference", "0.5b"])
+    parser.add_argument("--weights", choices=OURS, nargs="+", default=list(OURS), help="ours, beside float")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--save", action="store_true", help="write docs/bench/llama-cpp.json and .md")
     arguments = parser.parse_args()
+    if arguments.save and arguments.peer is None:
+        parser.error("--save is for a run with --peer")
     about = measure.machine()
-    rows = []
+    report: dict[str, Any] = {"machine": about, "threads": arguments.threads, "rows": []}
     for name in arguments.models:
-        peer = Peer(arguments.peer)  # for each model: it keeps all files that it has loaded
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                rows += measure_model(name, peer, Path(folder), arguments.threads, arguments.rounds)
-        finally:
-            peer.close()
-    report = {
-        "machine": about,
-        "threads": arguments.threads,
-        "llama_cpp_python": peer.version,
-        "rows": rows,
-    }
-    text = report_text(report)
+        with ExitStack() as stack:
+            peer = None
+            if arguments.peer is not None:
+                peer = Peer(arguments.peer)  # for each model: it keeps all files that it has loaded
+                stack.callback(peer.close)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            report["rows"] += measure_model(name, arguments.weights, peer, folder, arguments.threads, arguments.rounds)
+            if peer is not None:
+                report["llama_cpp_python"] = peer.version
+    text = own_text(report) if arguments.peer is None else report_text(report)
     print(text)
     if arguments.save:
         measure.save("llama-cpp", report, text)

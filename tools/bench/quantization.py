@@ -1,6 +1,7 @@
 """Each scheme of `lockstep quantize` on a model: perplexity of texts as the engine runs it, and bytes of weights.
 
 python tools/bench/quantization.py --texts books-valid.txt wikitext2-test.txt --calibration books-train.txt --save
+python tools/bench/quantization.py --texts ... --calibration ... --schemes int8 "int8 with head" --tokens 2049
 """
 
 import argparse
@@ -18,7 +19,9 @@ from lockstep_tools.quantization.layers import LayeredModel
 from lockstep_tools.quantization.production import SCHEMES, Recipe, produce, samples
 from tokenizers import Tokenizer
 
-GOALS = {"int8": 0.01, "fp8": 0.01, "gptq": 0.02}
+ROWS = {scheme: Recipe(scheme) for scheme in SCHEMES}
+ROWS |= {f"{scheme} with head": Recipe(scheme, head="int8") for scheme in ("int8", "gptq")}
+GOALS = {"int8": 0.01, "fp8": 0.01, "gptq": 0.02, "int8 with head": 0.01, "gptq with head": 0.02}
 _CALIBRATION_CHARACTERS = 400_000
 _SCORED = 64
 
@@ -45,6 +48,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=measure.ROOT / "models/reference")
     parser.add_argument("--texts", type=Path, nargs="+", required=True)
     parser.add_argument("--calibration", type=Path, required=True)
+    parser.add_argument("--schemes", choices=ROWS, nargs="+", default=list(ROWS), help="beside none")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=16384, help="of each text")
@@ -60,10 +64,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = [{"scheme": "none", "bytes": weight_bytes(given.model), "perplexity": base}]
     print(rows[-1], flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        for scheme in SCHEMES:
+        for scheme in given.schemes:
             made = Path(folder) / scheme
             made.mkdir()
-            produce(LayeredModel(info), made, Recipe(scheme), calibration)
+            produce(LayeredModel(info), made, ROWS[scheme], calibration)
             values = measured(made, given.texts, given.window, given.tokens, given.threads)
             changes = [value / before - 1 for value, before in zip(values, base, strict=True)]
             row = {"scheme": scheme, "bytes": weight_bytes(made), "perplexity": values, "change": changes}
@@ -84,7 +88,8 @@ def _page(report: dict[str, Any]) -> str:
         "",
         f"Model `{report['model']}`, computed in float32 without KV compression: perplexity of the first",
         f"{report['tokens']} tokens of each text, in windows of {report['window']} that do not overlap. Bytes are",
-        "those of the safetensors files, in which embeddings and norms keep their type.",
+        "those of the safetensors files. Embeddings and norms keep their type. So does the head, but for rows with it:",
+        "there it has 8 bits, in a tensor of its own if it was the embedding.",
         "",
         "| scheme | bytes | of float16 |" + "".join(f" {text} | change |" for text in report["texts"]) + " goal |",
         "| --- | --- | --- |" + " --- | --- |" * len(report["texts"]) + " --- |",

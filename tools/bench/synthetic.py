@@ -54,6 +54,7 @@ class Shape:
 SHAPES = {
     "1b": Shape(2048, 8192, 16, 32, 8, 128256),  # Llama-3.2-1B
     "0.5b": Shape(1536, 4096, 18, 24, 8, 32000),  # between Qwen2-0.5B and TinyLlama-1.1B
+    "qwen-0.5b": Shape(896, 4864, 24, 14, 2, 151936),  # Qwen2.5-0.5B without its biases: a quarter of it is vocabulary
     "0.1b": Shape(768, 2048, 12, 12, 4, 4096),  # the vocabulary of the reference model's tokenizer
     "tiny": Shape(64, 96, 2, 4, 2, 300, 512),
 }

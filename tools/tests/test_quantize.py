@@ -18,7 +18,7 @@ from lockstep_tools.quantization import automatic, files, production, rounding
 from lockstep_tools.quantization.gptq import to_int4_by_hessian
 from lockstep_tools.quantization.layers import LayeredModel
 from lockstep_tools.quantization.production import Recipe, produce
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -113,6 +113,94 @@ def test_integers_that_stay_in_memory_give_the_tokens_of_widened_ones(tmp_path, 
     assert len(widened) > 4
 
 
+def written(folder):
+    """Tensors and settings of a checkpoint."""
+    return load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("scheme", ["int8", "w8a8", "fp8", "gptq"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox", "phi"])  # its own, tied, of an old name, with a bias
+def test_a_head_is_written_in_8_bits_beside_the_embedding(tmp_path, name, scheme):
+    path, _ = make(name, tmp_path)
+    model = model_of(path)
+    made = produce(model, directory(tmp_path / "made"), Recipe(scheme, 32, head="int8"), WINDOWS)
+    head = model.head()
+    rounded = rounding.to_int8(head.value)
+    tensors, settings = written(made.folder)
+    assert torch.equal(tensors[f"{head.module}.weight_packed"], files.pack(rounded.codes, 8))
+    assert torch.equal(tensors[f"{head.module}.weight_scale"], rounded.scales)
+    assert f"{head.module}.weight" not in tensors
+    before, _ = written(path)
+    plain = [each for each in before if "embed" in each or each.endswith("bias")]
+    assert all(torch.equal(tensors[each], before[each]) for each in plain if each != head.stored)
+    assert settings["tie_word_embeddings"] is False
+    groups = settings["quantization_config"]["config_groups"].values()
+    (group,) = (each for each in groups if f"re:{head.module}$" in each["targets"])
+    assert (group["weights"]["num_bits"], group["weights"]["type"], group["weights"]["strategy"]) == (
+        8,
+        "int",
+        "channel",
+    )
+    assert (group["input_activations"], group["format"]) == (None, "pack-quantized")
+    assert not {"lm_head", head.module} & set(settings["quantization_config"]["ignore"])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_the_engine_computes_the_head_that_was_written(tmp_path, name):
+    """In 4 bits beside it; the logits are those of a float head with the same values."""
+    path, _ = make(name, tmp_path)
+    model = model_of(path)
+    kinds = {
+        kind: produce(model, directory(tmp_path / kind), Recipe("rtn4", 32, head=kind)).folder
+        for kind in ("none", "int8")
+    }
+    assert len({inspect_model(EngineConfig(model=str(each))).digest for each in kinds.values()}) == 2
+    tensors, settings = written(kinds["none"])
+    values = rounding.to_int8(model.head().value).values()
+    save_file(tensors | {"lm_head.weight": values}, kinds["none"] / "model.safetensors")
+    (kinds["none"] / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": False}))
+    prompt = WINDOWS[0, :16].tolist()
+    tokens, logits = continued(kinds["int8"], prompt, 8)
+    expected = continued(kinds["none"], prompt, 8)
+    assert tokens == expected[0]
+    assert torch.equal(logits, expected[1])
+    whole = InProcessGroup(kinds["int8"], 1).logits(tokens, 0)
+    assert torch.equal(whole[15 : 15 + len(logits)], logits)
+    halves = [InProcessGroup(each, 2).logits(tokens, 0) for each in kinds.values()]
+    assert torch.equal(*halves)
+
+
+def test_the_perplexity_of_a_written_head_is_measured_with_it(tmp_path):
+    path, _ = make("gemma2", tmp_path)
+    model = model_of(path)
+    made = produce(model, directory(tmp_path / "made"), Recipe("int8", head="int8"))
+    quantized = Checkpoint(inspect_model(EngineConfig(model=str(made.folder))))
+    measured = model.perplexity(WINDOWS, [quantized] * len(model.layers), quantized)
+    assert measured == model_of(made.folder).perplexity(WINDOWS)
+    assert measured != model.perplexity(WINDOWS, [quantized] * len(model.layers))
+
+
+def test_a_head_that_differs_from_the_embedding_is_used_whatever_the_configuration_says(tmp_path):
+    path, _ = make("gemma2", tmp_path)
+    tensors, _ = written(path)
+    other = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    tied = model_of(path).head()
+    assert torch.equal(tied.value, tensors["model.embed_tokens.weight"].float())
+    save_file(tensors | {"lm_head.weight": other}, path / "model.safetensors")
+    model = model_of(path)
+    assert torch.equal(model.head().value, other.float())
+    assert torch.equal(model.model.get_input_embeddings().weight, tensors["model.embed_tokens.weight"].float())
+
+
+def test_rows_of_many_packs_are_those_of_one():
+    codes = torch.arange(-128, 128, dtype=torch.int8).repeat(100, 1).t().reshape(-1, 2)
+    words = files.pack(codes, 8)
+    assert len(codes) == len(words) > 8192
+    expected = sum((int(code) + 128) << (8 * place) for place, code in enumerate(codes[-1]))
+    assert words[-1].tolist() == [expected]
+    assert torch.equal(words[-3:], files.pack(codes[-3:], 8))
+
+
 def test_packed_words_are_those_of_the_format():
     codes = torch.tensor([[-8, 7, 0, 1, -1, 2, -2, 3, 5]], dtype=torch.int8)
     words = files.pack(codes, 4)
@@ -160,6 +248,20 @@ def test_the_automatic_choice_mixes_layers_within_the_budget(tmp_path):
     assert model.perplexity(WINDOWS, [whole] * 3) == expected
 
 
+def test_the_automatic_choice_counts_what_a_quantized_head_costs(tmp_path):
+    path, _ = make("gemma2", tmp_path)
+    model = model_of(path)
+    base = model.perplexity(WINDOWS)
+    folder, scratch = directory(tmp_path / "made"), directory(tmp_path / "scratch")
+    choice = automatic.choose(model, folder, scratch, Recipe("gptq", 32, head="int8"), WINDOWS, WINDOWS, 1.0)
+    assert choice.float_perplexity == base
+    assert choice.perplexity == model_of(folder).perplexity(WINDOWS)
+    tensors, settings = written(folder)
+    assert "lm_head.weight_packed" in tensors
+    assert "model.embed_tokens.weight" in tensors
+    assert settings["tie_word_embeddings"] is False
+
+
 def quantize(*arguments):
     return main(["quantize", *map(str, arguments)])
 
@@ -184,6 +286,11 @@ def test_the_command_writes_a_directory_that_is_served(tmp_path, capsys):
     assert not list(tmp_path.glob(".quantize-*"))
     tensors = load_file(tmp_path / "small/model.safetensors")
     assert tensors["model.layers.0.mlp.up_proj.weight_packed"].dtype is torch.int32
+
+    assert quantize(path, "--scheme", "int8", "--head", "int8", "--out", tmp_path / "smaller") == 0
+    assert ": int8, head int8; " in capsys.readouterr().err.replace("\n", " ")
+    heads = [load_file(tmp_path / each / "model.safetensors").keys() for each in ("small", "smaller")]
+    assert ["lm_head.weight" in each for each in heads] == [True, False]
 
     before = sorted(tmp_path.iterdir())
     assert quantize(path, "--scheme", "int8", "--out", tmp_path / "small") == 2

@@ -117,7 +117,7 @@ def _pack(weight: nn.Parameter, bias: torch.Tensor | None, parts: int = 1) -> cp
     return packed
 
 
-def keep_codes(layer: "ColumnLinear | RowLinear", form: CodeForm) -> None:
+def keep_codes(layer: "ColumnLinear | RowLinear | VocabHead", form: CodeForm) -> None:
     """Before the layer's memory is allocated: let its weight be codes, and give it `scales` [out, groups] and, where
     codes have four bits, `zeros`. Only the CPU kernels compute with them.
     """
@@ -130,7 +130,9 @@ def keep_codes(layer: "ColumnLinear | RowLinear", form: CodeForm) -> None:
     layer.code_form = form
 
 
-def _pack_codes(layer: "ColumnLinear | RowLinear", bias: torch.Tensor | None, parts: int = 1) -> cpu.PackedLinear:
+def _pack_codes(
+    layer: "ColumnLinear | RowLinear | VocabHead", bias: torch.Tensor | None, parts: int = 1
+) -> cpu.PackedLinear:
     """As `_pack`, of a layer that keeps codes."""
     form, scales, inside = layer.code_form, layer.scales, layer.weight.shape[1]
     assert form is not None
@@ -356,8 +358,12 @@ class VocabHead(nn.Module):
     ) -> None:
         super().__init__()
         start, rows, kept = vocab_shard(vocab_size, group)
+        self.in_features = width
         self.weight = nn.Parameter(torch.zeros(rows, width, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(rows, dtype=dtype), requires_grad=False) if bias else None
+        self.scales: nn.Parameter | None = None
+        self.zeros: nn.Parameter | None = None
+        self.code_form: CodeForm | None = None
         self.tied = False
         self.packed: cpu.PackedLinear | None = None
         self.pieces = {"weight": [Piece(f"{source}.weight", 0, start, kept, 0, full_size=vocab_size)]}
@@ -380,7 +386,9 @@ class VocabHead(nn.Module):
         """After loading: lay the weight out for the fastest product on this device. A tied embedding keeps its
         layout.
         """
-        if self.tied and cpu.available(self.weight):
+        if self.code_form:
+            self.packed = _pack_codes(self, self.bias)
+        elif self.tied and cpu.available(self.weight):
             self.packed = cpu.PackedLinear(self.weight, self.bias)
         elif not self.tied:
             self.packed = _pack(self.weight, self.bias)

@@ -30,6 +30,8 @@ _LARGEST_CODE = 127.0
 """No integer is larger."""
 COMPARED_ELEMENTS = 2**24
 """Elements of each of two tensors that are compared at once."""
+Product = ColumnLinear | RowLinear | VocabHead
+"""Layers that may keep codes."""
 
 
 class Checkpoint:
@@ -207,16 +209,16 @@ def _read_parameters(
     for module, own in itertools.groupby(parameters, lambda each: each[0]):
         for entry in own:
             _, name, parameter = entry
-            is_layer = isinstance(module, ColumnLinear | RowLinear)
-            kept = (module.weight, module.scales, module.zeros) if is_layer and module.code_form else ()
+            is_coded = isinstance(module, Product) and module.code_form is not None
+            kept = (module.weight, module.scales, module.zeros) if is_coded else ()
             if not any(parameter is each for each in kept):
                 fill(checkpoint, pieces_of(module, name, parameter, checkpoint), parameter)
             elif parameter is module.weight:
                 fill_codes(checkpoint, module)
             done += _kept_bytes(entry)
             on_progress(done)
-        if is_layer:  # now: codes of four bits take twice their memory until they are packed
-            _pack(module)
+        if isinstance(module, ColumnLinear | RowLinear):
+            _pack(module)  # now: codes of four bits take twice their memory until they are packed
     for layer in model.modules():
         if isinstance(layer, VocabHead):  # it may be an embedding that is read after it
             _pack(layer)
@@ -265,7 +267,7 @@ def _target(piece: Piece, parameter: torch.Tensor) -> torch.Tensor:
     return parameter.data if piece.index is None else parameter.data[piece.index]
 
 
-def _pack(layer: ColumnLinear | RowLinear | VocabHead) -> None:
+def _pack(layer: Product) -> None:
     layer.pack()
     _give_back_freed()
 
@@ -273,7 +275,7 @@ def _pack(layer: ColumnLinear | RowLinear | VocabHead) -> None:
 def _kept_bytes(entry: tuple[nn.Module, str, torch.Tensor]) -> int:
     """Bytes that a parameter takes when it is packed."""
     module, _, parameter = entry
-    if isinstance(module, ColumnLinear | RowLinear) and module.code_form is not None and parameter is module.weight:
+    if isinstance(module, Product) and module.code_form is not None and parameter is module.weight:
         return parameter.nbytes * module.code_form.bits // 8
     return parameter.nbytes
 
@@ -306,24 +308,29 @@ def _settle_tied(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 def _keep_narrow(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Give float32 weights that only our own layers read the 16 bits or the codes of the checkpoint, before they are
-    allocated. Embeddings, heads and experts that are quantized are widened.
+    allocated. Embeddings and experts that are quantized are widened. A head that is such an embedding has the codes
+    beside it, since a product reads all of them and a look-up one row.
     """
     for module in model.modules():
-        if isinstance(module, ColumnLinear | RowLinear | VocabEmbedding | VocabHead):
+        if isinstance(module, Product | VocabEmbedding):
             weight = module.weight
             pieces = [piece for piece in module.pieces["weight"] if piece.length > 0]
             if weight.dtype is not torch.float32:
                 continue
             if (narrow := checkpoint.narrow_dtype(pieces)) is not None:
                 weight.data = weight.data.to(narrow)
-            elif isinstance(module, ColumnLinear | RowLinear) and (form := checkpoint.code_form(pieces)) is not None:
+            elif not isinstance(module, VocabEmbedding) and (form := checkpoint.code_form(pieces)) is not None:
                 parts = module.parts if isinstance(module, RowLinear) else 1
                 if (form := form.fitting(module.in_features // parts, cpu.IN_WORD)) is not None:
+                    if isinstance(module, VocabHead) and module.tied:
+                        module.untie()
                     keep_codes(module, form)
 
 
-def fill_codes(checkpoint: Checkpoint, layer: ColumnLinear | RowLinear) -> None:
-    """Read the codes, scales and zero points of a layer that keeps them."""
+def fill_codes(checkpoint: Checkpoint, layer: Product) -> None:
+    """Read the codes, scales and zero points of a layer that keeps them. A head's rows beyond the vocabulary, whose
+    logits nobody reads, become like its first: equal zero points then stay equal, and are part of the table.
+    """
     assert layer.code_form is not None
     assert layer.scales is not None
     for piece in layer.pieces["weight"]:
@@ -335,6 +342,11 @@ def fill_codes(checkpoint: Checkpoint, layer: ColumnLinear | RowLinear) -> None:
             if kept.zeros is not None:
                 assert layer.zeros is not None
                 layer.zeros.data.narrow(0, *rows).copy_(kept.zeros)
+    if isinstance(layer, VocabHead):
+        existing = sum(piece.length for piece in layer.pieces["weight"])
+        for parameter in (layer.weight, layer.scales, layer.zeros):
+            if parameter is not None:
+                parameter.data[existing:] = parameter.data[:1]
 
 
 def fill(checkpoint: Checkpoint, pieces: list[Piece], parameter: torch.Tensor) -> None:

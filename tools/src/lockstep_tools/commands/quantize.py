@@ -21,16 +21,18 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Write a checkpoint with quantized weights, as compressed-tensors in safetensors. The decoder layers' matrices are
-quantized; embeddings, the head, norms and routers stay as they are. With --calibration the perplexity on the text's
-second half is reported before and after; gptq and --auto calibrate on its first half. --auto writes the smallest
-mixture of gptq, int8 and float layers that stays within the budget."""
+quantized, and with --head the output head, also if it is the embedding; embeddings, norms and routers stay as they
+are. With --calibration the perplexity on the text's second half is reported before and after; gptq and --auto calibrate
+on its first half. --auto writes the smallest mixture of gptq, int8 and float layers that stays within the budget."""
 
 EXAMPLES = """\
   lockstep quantize /models/llama --scheme int8 --out /models/llama-int8
+  lockstep quantize /models/llama --scheme int8 --head int8 --out /models/llama-int8
   lockstep quantize /models/llama --scheme gptq --calibration books.txt --out /models/llama-4bit
   lockstep quantize /models/llama --auto --budget 1% --calibration books.txt --out /models/llama-small"""
 
 SCHEMES = ("int8", "w8a8", "fp8", "gptq", "rtn4", "ternary")
+HEADS = ("none", "int8")
 _NOT_PRODUCED = {"awq": "checkpoints in awq are loaded, but not made"}
 _MIN_WINDOWS = 2
 
@@ -43,6 +45,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--scheme", type=_scheme, metavar="SCHEME", help=f"one of {', '.join(SCHEMES)}")
     what.add_argument("--auto", action="store_true", help="the smallest within --budget, mixed per layer")
     parser.add_argument(
+        "--head",
+        choices=HEADS,
+        default="none",
+        help="the output head: int8 with any scheme, or none: as it is (default: none)",
+    )
+    parser.add_argument(
         "--budget", type=_share, default=0.01, metavar="P%", help="rise of the perplexity for --auto (default: 1%%)"
     )
     parser.add_argument("--calibration", metavar="FILE", type=Path, help="UTF-8 text; gptq and --auto need it")
@@ -51,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-size", type=int, choices=(32, 64, 128), default=128, help="4 bits (default: 128)")
     parser.add_argument("--no-act-order", action="store_true", help="gptq: round inputs in their own order")
     parser.add_argument(
-        "--skip", action="append", default=[], metavar="GLOB", help="modules that stay in float, as well as lm_head"
+        "--skip", action="append", default=[], metavar="GLOB", help="modules of the layers that stay in float"
     )
 
 
@@ -96,7 +104,11 @@ def _quantize(arguments: argparse.Namespace, source: Path, made: Path, scratch: 
     calibration, held_out = _windows(arguments, source, text, info.context_length)
     model = LayeredModel(info)
     recipe = production.Recipe(
-        arguments.scheme or "gptq", arguments.group_size, not arguments.no_act_order, tuple(arguments.skip)
+        arguments.scheme or "gptq",
+        arguments.group_size,
+        not arguments.no_act_order,
+        tuple(arguments.skip),
+        arguments.head,
     )
     if arguments.auto:
         assert calibration is not None
@@ -110,7 +122,7 @@ def _quantize(arguments: argparse.Namespace, source: Path, made: Path, scratch: 
             production.produce(
                 model, made, recipe, calibration, lambda done, total: bar.update(task, completed=done, total=total)
             )
-        result = arguments.scheme + _perplexities(model, made, held_out)
+        result = arguments.scheme + _named_head(recipe) + _perplexities(model, made, recipe, held_out)
     before, after = (sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (source, made))
     return f"{result}; {before / 2**20:.1f} MiB of weights became {after / 2**20:.1f} MiB"
 
@@ -131,10 +143,14 @@ def _automatic(
     if not set(choice.levels) - {"float"}:
         raise CommandError(f"--budget {arguments.budget:.2%}: no quantized layer stays within it", FAILED)
     layers = ", ".join(f"{choice.levels.count(level)} {level}" for level in LEVELS if level in choice.levels)
-    return f"layers: {layers}; held-out perplexity {choice.perplexity:.3f}, {choice.change:+.2%}"
+    return f"layers: {layers}{_named_head(recipe)}; held-out perplexity {choice.perplexity:.3f}, {choice.change:+.2%}"
 
 
-def _perplexities(model: "LayeredModel", made: Path, held_out: "torch.Tensor | None") -> str:
+def _named_head(recipe: "Recipe") -> str:
+    return "" if recipe.head == "none" else f", head {recipe.head}"
+
+
+def _perplexities(model: "LayeredModel", made: Path, recipe: "Recipe", held_out: "torch.Tensor | None") -> str:
     if held_out is None:
         return ""
     from lockstep_engine import EngineConfig  # noqa: PLC0415
@@ -144,7 +160,8 @@ def _perplexities(model: "LayeredModel", made: Path, held_out: "torch.Tensor | N
     with console.notes().status("perplexity"):
         before = model.perplexity(held_out)
         quantized = Checkpoint(inspect_model(EngineConfig(model=str(made))))
-        after = model.perplexity(held_out, [quantized] * len(model.layers))
+        head = None if recipe.head == "none" else quantized
+        after = model.perplexity(held_out, [quantized] * len(model.layers), head)
     return f"; held-out perplexity {before:.3f} became {after:.3f}, {after / before - 1:+.2%}"
 
 

@@ -7,7 +7,7 @@ written was measured as a whole.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -58,7 +58,7 @@ def choose(
         model: the float model.
         folder: an empty directory for the result.
         scratch: an empty directory for the candidates; needs as much space as both.
-        recipe: group size and order; its scheme is not used.
+        recipe: group size, order and head; its scheme is not used.
         calibration, held_out: windows of tokens [windows, tokens], of different parts of a text.
         budget: by how much the perplexity of `held_out` may rise, as a share of that in float.
     """
@@ -68,15 +68,18 @@ def choose(
         note(f"all layers in {level}")
         made = scratch / level
         made.mkdir()
-        own = Recipe(level, recipe.group_size, recipe.by_activation, recipe.skip)
+        own = replace(recipe, scheme=level)
         candidates[level] = produce(model, made, own, calibration)
         sources[level] = Checkpoint(inspect_model(EngineConfig(model=str(made))))
     count = len(model.layers)
 
-    def loss(levels: Sequence[str]) -> float:
-        return math.log(model.perplexity(held_out, [sources[level] for level in levels]))
+    head = None if recipe.head == "none" else sources["int8"]  # all candidates have the same
 
-    base = loss(["float"] * count)
+    def loss(levels: Sequence[str]) -> float:
+        return math.log(model.perplexity(held_out, [sources[level] for level in levels], head))
+
+    base = math.log(model.perplexity(held_out))
+    unmixed = base if head is None else loss(["float"] * count)
     allowed = base + math.log1p(budget)
     levels, measured = ["gptq"] * count, 0.0
     measured = loss(levels)
@@ -88,11 +91,11 @@ def choose(
             note(f"layer {number} alone in {lower}")
             alone = ["float"] * count
             alone[number] = lower
-            effects.append((loss(alone) - base, number))
+            effects.append((loss(alone) - unmixed, number))
         for sensitive, number in sorted(effects, reverse=True):
             levels[number] = upper
             left = sum(effect for effect, other in effects if levels[other] == lower)
-            if sensitive > 0 and base + left > allowed and lower in levels:
+            if sensitive > 0 and unmixed + left > allowed and lower in levels:
                 continue  # the rest alone is too much already: no need to measure
             note(f"{levels.count(upper)} of {count} layers in {upper}")
             measured = loss(levels)
@@ -103,7 +106,9 @@ def choose(
 
 
 def merge(model: LayeredModel, folder: Path, candidates: dict[str, Made], levels: Sequence[str]) -> Made:
-    """Write a checkpoint whose layers come from different candidates, or stay in float."""
+    """Write a checkpoint whose layers come from different candidates, or stay in float; the head is that of the
+    candidates, which all have the same.
+    """
     made = Made(folder)
     shards = Shards(folder)
     taken: dict[str, str] = {}
@@ -111,6 +116,7 @@ def merge(model: LayeredModel, folder: Path, candidates: dict[str, Made], levels
         if level in candidates:
             styles = candidates[level].styles
             taken |= {unit.module: level for unit in model.units(number) if unit.module in styles}
+    taken |= {model.head().module: level for level in candidates if model.head().module in candidates[level].styles}
     plain = Tensors(model.info.path, model.info.weight_files)
     copy_plain(plain, {f"{module}.weight" for module in taken}, shards)
     for level, candidate in candidates.items():

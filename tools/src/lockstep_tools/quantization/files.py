@@ -33,6 +33,8 @@ _COPIED = (
     "sentence_bert_config.json",
     "[0-9]_*/*",
 )
+_PACKED_ROWS = 8192
+"""Rows that are packed at once: an integer takes 8 bytes meanwhile."""
 _BITS = {"int4": 4, "int8": 8, "fp8": 8, "ternary": 2}
 
 
@@ -98,6 +100,11 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Signed integers [out, in] → int32 [out, in * bits / 32, rounded up], the first in the lowest bits, each plus
     2^(bits - 1).
     """
+    starts = range(0, len(codes), _PACKED_ROWS)
+    return torch.cat([_pack_rows(codes[start : start + _PACKED_ROWS], bits) for start in starts])
+
+
+def _pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
     per_word = 32 // bits
     unsigned = codes.to(torch.int64) + 2 ** (bits - 1)
     unsigned = torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % per_word)).reshape(len(codes), -1, per_word)

@@ -69,6 +69,8 @@ class LayeredModel:
             raise refuse(f"model {info.path}: {info.architecture} has no list of decoder layers")
         self.prefix, layers = found[0]
         self.layers = list(layers)
+        head = self.model.get_output_embeddings()
+        self._head = next(name for name, module in self.model.named_modules() if module is head)
         self._load_outside()
 
     def _load_outside(self) -> None:
@@ -79,12 +81,40 @@ class LayeredModel:
             module.to_empty(device="cpu", recurse=False)
         for module in buffers:
             self.model._init_weights(module)
-        if getattr(self.model.config, "tie_word_embeddings", False):
+        if getattr(self.model.config, "tie_word_embeddings", False) and not self._has_own_head():
             self.model.get_output_embeddings().weight = self.model.get_input_embeddings().weight
         known = {id(module) for module in outside}
         for module, name, parameter in distinct_parameters(self.model):
             if id(module) in known:
                 fill(self.checkpoint, self._pieces(self.checkpoint, module, name, parameter), parameter)
+
+    def _has_own_head(self) -> bool:
+        """Whether the checkpoint has a head that differs from the embedding. The engine then uses that one."""
+        embedding = self.model.get_input_embeddings()
+        table = next(name for name, module in self.model.named_modules() if module is embedding)
+        if self.checkpoint.find(f"{self._head}.weight") is None:
+            return False
+        rows = len(embedding.weight)
+        ours, theirs = (Piece(f"{name}.weight", 0, 0, rows, 0, full_size=rows) for name in (self._head, table))
+        return not self.checkpoint.equal(ours, theirs, list(embedding.weight.shape))
+
+    def head(self) -> Unit:
+        """The output head. A tied one has the embedding's values, and the name of a head of its own."""
+        name, weight = f"{self._head}.weight", self.model.get_output_embeddings().weight
+        return Unit(self.checkpoint.find(name) or name, name, weight.data, (id(weight), -1))
+
+    @contextmanager
+    def _with_head(self, source: Checkpoint | None) -> Iterator[None]:
+        """Use another checkpoint's head meanwhile; None: this model's own."""
+        head = self.model.get_output_embeddings()
+        own = head.weight
+        if source is not None:
+            head.weight = nn.Parameter(torch.empty_like(own), requires_grad=False)
+            fill(source, self._pieces(source, head, f"{self._head}.weight", head.weight), head.weight)
+        try:
+            yield
+        finally:
+            head.weight = own
 
     @staticmethod
     def _pieces(checkpoint: Checkpoint, module: nn.Module, name: str, parameter: torch.Tensor) -> list[Piece]:
@@ -175,16 +205,25 @@ class LayeredModel:
         return run
 
     @torch.inference_mode()
-    def perplexity(self, ids: torch.Tensor, sources: Sequence[Checkpoint | None] = ()) -> float:
-        """Perplexity of windows [windows, tokens], of which each predicts its own tokens from the second on."""
+    def perplexity(
+        self, ids: torch.Tensor, sources: Sequence[Checkpoint | None] = (), head: Checkpoint | None = None
+    ) -> float:
+        """Perplexity of windows [windows, tokens], of which each predicts its own tokens from the second on.
+
+        Args:
+            ids: the windows.
+            sources: for each layer the checkpoint of its weights (None: this model's own).
+            head: the checkpoint of the output head, of which it has a tensor (None: this model's own).
+        """
         out, nats, count = self._run(ids, None, sources), 0.0, 0
-        for window, row in zip(ids, out[0], strict=True):
-            for first in range(0, len(window) - 1, _ROWS_AT_ONCE):
-                part = slice(first, min(first + _ROWS_AT_ONCE, len(window) - 1))
-                logits = self._logits(out, window[part], row[part])
-                targets = window[part.start + 1 : part.stop + 1]
-                nats += float(nn.functional.cross_entropy(logits, targets, reduction="sum"))
-                count += len(targets)
+        with self._with_head(head):
+            for window, row in zip(ids, out[0], strict=True):
+                for first in range(0, len(window) - 1, _ROWS_AT_ONCE):
+                    part = slice(first, min(first + _ROWS_AT_ONCE, len(window) - 1))
+                    logits = self._logits(out, window[part], row[part])
+                    targets = window[part.start + 1 : part.stop + 1]
+                    nats += float(nn.functional.cross_entropy(logits, targets, reduction="sum"))
+                    count += len(targets)
         return math.exp(nats / count)
 
     def _logits(self, out: Any, ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,9 @@ SCHEMES: Mapping[str, str] = {
 }
 """Each scheme that is produced, and what it is."""
 
+_HEAD_ROWS = 8192
+"""Rows of a head that are rounded at once: copies of all of them would take more than a layer does."""
+
 Progress = Callable[[int, int], None]
 """Called with the number of layers done and their total."""
 
@@ -41,7 +44,9 @@ class Recipe:
     by_activation: bool = True
     """GPTQ rounds the inputs with the largest activations first."""
     skip: tuple[str, ...] = ()
-    """Globs of names of modules that stay as they are."""
+    """Globs of names of the layers' modules that stay as they are."""
+    head: str = "none"
+    """What becomes of the output head: none, it stays as it is; int8, 8-bit integers with a scale for each row."""
 
     @property
     def activations(self) -> bool:
@@ -76,7 +81,8 @@ def produce(
     count = len(model.layers)
     chosen = [[unit for unit in model.units(number) if _wanted(unit, recipe)] for number in range(count)]
     tensors, shards = Tensors(model.info.path, model.info.weight_files), Shards(folder)
-    copy_plain(tensors, {unit.stored for units in chosen for unit in units}, shards)
+    quantized = {unit.stored for units in chosen for unit in units}
+    copy_plain(tensors, quantized | ({model.head().stored} if recipe.head == "int8" else set()), shards)
 
     def write(number: int, sums: Mapping[tuple[int, int], torch.Tensor]) -> None:
         wanted = {unit.stored for unit in chosen[number]}
@@ -102,9 +108,21 @@ def produce(
             for number in range(count):
                 with model.loaded(number):
                     write(number, {})
+        if recipe.head == "int8":
+            _write_head(model.head(), shards, made)
     shards.finish()
     finish(model, made)
     return made
+
+
+def _write_head(head: Unit, shards: Shards, made: Made) -> None:
+    """Write the head in 8 bits. Its inputs stay in float in every scheme: rounding them would change every logit."""
+    starts = range(0, len(head.value), _HEAD_ROWS)
+    parts = [rounding.to_int8(head.value[start : start + _HEAD_ROWS]) for start in starts]
+    rounded = Rounded("int8", torch.cat([each.codes for each in parts]), torch.cat([each.scales for each in parts]))
+    for name, tensor in tensors_of(head.module, rounded, activations=False).items():
+        shards.add(name, tensor)
+    made.styles[head.module] = (rounded.kind, rounded.group, False)
 
 
 def _wanted(unit: Unit, recipe: Recipe) -> bool:
@@ -141,12 +159,17 @@ def finish(model: LayeredModel, made: Made) -> None:
     """Write config.json and copy the tokenizer."""
     settings = read_json(model.info.path / "config.json")
     settings["quantization_config"] = quantization_config(made.styles, _ignored(model, made.styles))
+    if model.head().module in made.styles:
+        settings["tie_word_embeddings"] = False  # the embedding stays in float, for look-ups
     copy_rest(model.info.path, made.folder, settings)
 
 
 def _ignored(model: LayeredModel, quantized: Mapping[str, Style]) -> set[str]:
     """Linears that stay as they are, by name."""
     names = {name for name, module in model.model.named_modules() if isinstance(module, nn.Linear)}
+    head = model.head()
+    if head.module in quantized:
+        names.discard(head.parameter.removesuffix(".weight"))  # old checkpoints have other names
     return names - set(quantized)
 
 
