@@ -23,6 +23,7 @@ from lockstep_common.tracing import (
     setup_tracing,
     spans,
 )
+from lockstep_common.tracing.encoding import encode_resource, encode_spans
 from lockstep_common.tracing.kept import KeptSpans
 from lockstep_common.tracing.options import DEFAULT_RATIO, TraceOptions, trace_options
 from lockstep_common.tracing.queue import SpanQueue
@@ -277,6 +278,22 @@ def test_the_sdk_is_imported_by_those_who_trace_only():
 # Export.
 
 
+def message(spans, resource=None):
+    """What the collector gets."""
+    from lockstep_common.tracing.otlp import message_of, plain  # noqa: PLC0415 - see the test of imports
+
+    attributes = {} if resource is None else plain(resource)
+    return message_of(encode_spans(spans), encode_resource(attributes))
+
+
+def parsed(content):
+    """The spans of a message of one process."""
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest  # noqa: PLC0415
+
+    (of_process,) = ExportTraceServiceRequest.FromString(content).resource_spans
+    return of_process
+
+
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 def test_spans_arrive_as_they_were_made(protocol: str):
     with (grpc_receiver if protocol == "grpc" else http_receiver)() as receiver:
@@ -309,8 +326,9 @@ def test_spans_arrive_as_they_were_made(protocol: str):
 
 
 def test_messages_are_those_of_the_sdk():
-    from lockstep_common.tracing.otlp import encoded  # noqa: PLC0415 - see the test of imports
-    from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans  # noqa: PLC0415
+    from opentelemetry.exporter.otlp.proto.common.trace_encoder import (  # noqa: PLC0415 - see the test of imports
+        encode_spans as sdk_message,
+    )
     from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
     from sdk_spans import to_readable  # noqa: PLC0415
 
@@ -335,37 +353,31 @@ def test_messages_are_those_of_the_sdk():
         trace.release()
     resource = Resource({"service.name": "lockstep-router", "process.pid": 7, "process.command_args": ["a", "b"]})
     assert len(exported) == 9
-    expected = encode_spans([to_readable(span, resource) for span in exported])
-    assert type(expected).FromString(encoded(exported, resource)) == expected
-    again = encoded(exported, resource)  # what is remembered now
-    assert type(expected).FromString(again) == expected
+    expected = sdk_message([to_readable(span, resource) for span in exported])
+    for _ in range(2):  # the second time with what is remembered
+        assert type(expected).FromString(message(exported, resource)) == expected
 
 
 def test_values_that_never_come_again_are_encoded_too_and_are_not_remembered():
     from lockstep_common.tracing import encoding  # noqa: PLC0415
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest  # noqa: PLC0415
 
     made, exported = tracing(ratio=1.0)
     trace = made.trace()
     sizes = (1, 100, 126, 127, 128, 200, 16_400)
-    values = [f"{number:x}" * size for number in range(400) for size in sizes[: 1 + number % len(sizes)]]
+    texts = [f"{number:x}" * size for number in range(400) for size in sizes[: 1 + number % len(sizes)]]
+    values = [*texts, *range(2000)]
     for value in values:
         exported.append(trace.begin("request"))
         exported[-1].attributes["ever.new"] = value
-    before = len(encoding._known)
-    message = ExportTraceServiceRequest.FromString(encoding.encode(exported, {}, "lockstep", names.SCHEMA_URL))
-    found = [span.attributes[0].value.string_value for span in message.resource_spans[0].scope_spans[0].spans]
-    assert found == values
-    assert len(encoding._known) - before == encoding._SAME_VALUES
+    found = [span.attributes[0].value for span in parsed(message(exported)).scope_spans[0].spans]
+    assert [each.string_value or each.int_value for each in found] == values
+    sizes_of_caches = [each.cache_info() for each in vars(encoding).values() if hasattr(each, "cache_info")]
+    assert all(0 < each.maxsize <= 1024 for each in sizes_of_caches)
 
 
 def test_values_of_a_resource_that_are_not_plain_do_not_stop_the_export():
-    from lockstep_common.tracing.otlp import encoded  # noqa: PLC0415
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest  # noqa: PLC0415
-
     resource = SimpleNamespace(attributes={"map": {"a": 1}, "nothing": None, "good": "g"})
-    request = ExportTraceServiceRequest.FromString(encoded([], resource))
-    attributes = request.resource_spans[0].resource.attributes
+    attributes = parsed(message([], resource)).resource.attributes
     assert {each.key: each.value.string_value for each in attributes} == {
         "map": "{'a': 1}",
         "nothing": "None",
@@ -374,16 +386,12 @@ def test_values_of_a_resource_that_are_not_plain_do_not_stop_the_export():
 
 
 def test_text_that_has_no_utf8_loses_those_characters_only():
-    from lockstep_common.tracing.encoding import encode  # noqa: PLC0415
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest  # noqa: PLC0415
-
     made, exported = tracing(ratio=1.0)
     trace = made.trace()
     root = trace.begin("request")
     root.attributes["lockstep.worker"] = "w\ud8000"
     trace.end(root)
-    message = ExportTraceServiceRequest.FromString(encode(exported, {}, "lockstep", names.SCHEMA_URL))
-    (attribute,) = message.resource_spans[0].scope_spans[0].spans[0].attributes
+    (attribute,) = parsed(message(exported)).scope_spans[0].spans[0].attributes
     assert attribute.value.string_value == "w?0"
 
 
@@ -441,19 +449,23 @@ def test_kept_spans_are_found_by_trace_and_by_request_and_are_bounded() -> None:
     kept = KeptSpans(3)
     assert kept.find("req-1") == {"tracing": False, "resource": {}, "spans": []}
     kept.configure({"service.name": "lockstep-router"})
-    made = Tracing(ratio=1.0, slow_s=1.0, export=kept.add)
+    made = Tracing(ratio=1.0, slow_s=1.0, export=lambda spans: kept.add(encode_spans(spans)))
     trace = made.trace(CALLER)
     trace.keep(Kept.ERROR)
     request = trace.begin("request")
-    request.attributes[names.REQUEST_ID] = "req-1"
+    request.attributes |= {names.REQUEST_ID: "req-1", "yes": True, "one": 1, "half": 0.5, "list": ("a", "b")}
     child = trace.begin("route", request)
     child.event("chosen")
+    child.link(TraceContext(5, 77, True))
     trace.end(child, "lost")
     trace.end(request)
     body = json.loads(json.dumps(kept.find("req-1")))
     assert [each["name"] for each in body["spans"]] == ["route", "request"]
     first, last = body["spans"]
     assert (first["parent_id"], first["error"], first["events"][0][0]) == (last["span_id"], "lost", "chosen")
+    assert (first["links"], last["parent_id"], last["error"]) == ([f"{77:016x}"], f"{CALLER.span_id:016x}", "")
+    assert last["attributes"] == {names.REQUEST_ID: "req-1", "yes": True, "one": 1, "half": 0.5, "list": ["a", "b"]}
+    assert (last["begin_ns"], last["end_ns"]) == (request.begin_ns, request.end_ns)
     assert kept.find(f"{CALLER.trace_id:032x}") == body
     assert kept.find("0" * 32)["spans"] == kept.find("req-2")["spans"] == []
     other = made.trace()
@@ -478,3 +490,17 @@ def test_traces_are_kept_in_memory_without_a_collector(monkeypatch: pytest.Monke
         {"service.instance.id": "w0"},
         ["request"],
     )
+
+
+def test_a_span_that_cannot_be_encoded_is_counted_and_its_request_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep_common.tracing.KEPT_SPANS", kept := KeptSpans())
+    made = make_tracing(TraceOptions("", "grpc", 1.0, 10.0), {"service.instance.id": "w0"})
+    before, trace = count("failed"), made.trace()
+    root = trace.begin("request")
+    child = trace.begin("route", root)
+    child.attributes["lockstep.worker"] = object()  # type: ignore[assignment]
+    trace.end(child)
+    trace.end(root)
+    trace.release()
+    assert count("failed") == before + 1
+    assert [each["name"] for each in kept.find(trace.hex_id)["spans"]] == ["request"]

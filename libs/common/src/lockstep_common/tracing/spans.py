@@ -183,6 +183,7 @@ class Trace:
         "_parent",
         "_recorded",
         "_tracing",
+        "id_bytes",
         "kept",
         "state",
         "trace_id",
@@ -190,6 +191,7 @@ class Trace:
 
     def __init__(self, tracing: Tracing, trace_id: int, parent: TraceContext | None, kept: Kept | None) -> None:
         self.trace_id = trace_id
+        self.id_bytes = trace_id.to_bytes(16, "big")
         self.kept = kept
         """Why it is kept; None: so far it is not."""
         self.state = "" if parent is None else parent.state
@@ -204,8 +206,8 @@ class Trace:
 
     @property
     def hex_id(self) -> str:
-        """Its id as text; a format takes five times as long."""
-        return self.trace_id.to_bytes(16, "big").hex()
+        """Its id as text."""
+        return self.id_bytes.hex()
 
     @property
     def kept_id(self) -> int:
