@@ -23,6 +23,7 @@ from lockstep_common.tracing import (
     setup_tracing,
     spans,
 )
+from lockstep_common.tracing.calls import calling
 from lockstep_common.tracing.encoding import encode_resource, encode_spans
 from lockstep_common.tracing.kept import KeptSpans
 from lockstep_common.tracing.options import DEFAULT_RATIO, TraceOptions, trace_options
@@ -214,6 +215,110 @@ def test_well_formed_tracestate_is_kept():
 
 def test_without_a_well_formed_traceparent_there_is_no_context():
     assert TraceContext.parse("00-" + "0" * 32 + "-" + "2" * 16 + "-01", "a=1") is None
+
+
+# Requests that join another trace.
+
+
+def resumed(made: Tracing, caller: TraceContext | None = CALLER):
+    """A request that comes back for a stream, and a call that it has made."""
+    trace = made.trace(caller)
+    root = trace.begin("request", kind=Kind.SERVER)
+    trace.defer()
+    trace.end(trace.begin("Journal.Read", root))
+    return trace, root
+
+
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_spans_join_the_trace_of_a_stream_which_decides(is_sampled: bool):
+    made, exported = tracing(ratio=1.0)
+    trace, root = resumed(made)
+    assert exported == []
+    trace.join(root, TraceContext(7, 8, is_sampled))
+    assert (root.trace.kept is not None) == is_sampled
+    root.trace.end(root)
+    root.trace.release()
+    assert made.waiting == 0
+    if not is_sampled:
+        assert exported == []
+        return
+    assert [span.name for span in exported] == ["Journal.Read", "request"]
+    assert {span.context.trace_id for span in exported} == {7}
+    assert (root.parent_id, root.has_remote_parent, root.links) == (8, True, (CALLER,))
+    assert exported[0].parent_id == root.span_id
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_what_joins_a_trace_that_goes_on_here_shares_its_decision_and_its_bound(is_kept: bool):
+    made, exported = tracing()
+    stream = made.trace()
+    first = stream.begin("request", kind=Kind.SERVER)
+    trace, root = resumed(made, None)
+    trace.join(root, first.context, first)
+    assert (root.trace, root.parent_id, root.has_remote_parent, root.links) == (stream, first.span_id, False, ())
+    stream.end(first)
+    stream.release()  # the reader goes on
+    if is_kept:
+        root.trace.keep(Kept.ERROR)
+    for _ in range(spans.MAX_SPANS):
+        stream.end(stream.begin("client", root))
+    stream.end(root)
+    stream.release()
+    assert len(exported) == (spans.MAX_SPANS if is_kept else 0)
+    assert made.waiting == 0
+
+
+@pytest.mark.parametrize("kept", [None, Kept.SLOW])
+def test_what_joins_a_trace_that_is_over_goes_by_its_decision(kept: Kept | None):
+    made, exported = tracing()
+    stream = made.trace()
+    first = stream.begin("request")
+    if kept is not None:
+        stream.keep(kept)
+    stream.end(first)
+    stream.release()
+    trace, root = resumed(made)
+    trace.join(root, TraceContext(stream.trace_id, first.span_id, False), first)
+    root.trace.end(root)
+    root.trace.release()
+    assert [span.name for span in exported] == (["request", "Journal.Read", "request"] if kept else [])
+    assert root.context.trace_id == stream.trace_id
+    assert made.waiting == 0
+
+
+def test_what_is_kept_before_it_joins_is_kept_there():
+    made, exported = tracing()
+    trace, root = resumed(made)
+    trace.keep(Kept.SLOW)
+    assert exported == []
+    trace.join(root, TraceContext(7, 8, False))
+    assert [(span.name, span.trace.kept) for span in exported] == [("Journal.Read", Kept.SLOW)]
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_what_joins_nothing_stays_a_trace_of_its_own(ratio: float):
+    made, exported = tracing(ratio)
+    trace, root = resumed(made, None)
+    trace.settle()
+    trace.end(root)
+    trace.release()
+    assert [span.context.trace_id for span in exported] == [trace.trace_id] * (2 if ratio else 0)
+    assert made.waiting == 0
+
+
+def test_a_call_tells_nobody_of_a_trace_that_its_span_may_leave():
+    made, _ = tracing(ratio=1.0)
+    trace = made.trace()
+    root = trace.begin("request")
+    trace.defer()
+    spans.CURRENT.set(root)
+    with calling("Journal.Read") as metadata:
+        assert metadata == ()
+    trace.join(root, TraceContext(7, 8, True))
+    with calling("Journal.Take") as metadata:
+        ((name, value),) = metadata
+    assert (name, TraceContext.parse(value).trace_id) == ("traceparent", 7)  # type: ignore[union-attr]
+    spans.CURRENT.set(None)
 
 
 # Settings.
