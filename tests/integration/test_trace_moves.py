@@ -203,7 +203,7 @@ def check_survival(slow: Slow) -> None:
     assert takeover.links == (reader.span_id,)
     assert reader.parent_id == takeover.parent_id
     assert reader.links == (CALLERS_SPAN,), "what the client said of itself"
-    assert reader.attributes["lockstep.trace.kept_because"] == "failed_over"
+    assert reader.attributes["lockstep.trace.kept_because"] == "parent", "the stream's trace is kept"
     calls = [span for span in spans if span.name in ("Journal.Read", "Journal.Take")]
     assert {span.name for span in calls if span.parent_id == reader.span_id} == {"Journal.Read", "Journal.Take"}
     assert spans_of(slow.receiver, 4) == []
