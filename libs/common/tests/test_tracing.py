@@ -23,8 +23,9 @@ from lockstep_common.tracing import (
     setup_tracing,
     spans,
 )
+from lockstep_common.tracing.batch import BATCH_SPANS, SpanBatch
 from lockstep_common.tracing.calls import calling
-from lockstep_common.tracing.encoding import encode_resource, encode_spans
+from lockstep_common.tracing.encoding import encode_resource, encode_span
 from lockstep_common.tracing.kept import KeptSpans
 from lockstep_common.tracing.options import DEFAULT_RATIO, TraceOptions, trace_options
 from lockstep_common.tracing.queue import SpanQueue
@@ -388,7 +389,7 @@ def message(spans, resource=None):
     from lockstep_common.tracing.otlp import message_of, plain  # noqa: PLC0415 - see the test of imports
 
     attributes = {} if resource is None else plain(resource)
-    return message_of(encode_spans(spans), encode_resource(attributes))
+    return message_of([encode_span(span) for span in spans], encode_resource(attributes))
 
 
 def parsed(content):
@@ -554,7 +555,7 @@ def test_kept_spans_are_found_by_trace_and_by_request_and_are_bounded() -> None:
     kept = KeptSpans(3)
     assert kept.find("req-1") == {"tracing": False, "resource": {}, "spans": []}
     kept.configure({"service.name": "lockstep-router"})
-    made = Tracing(ratio=1.0, slow_s=1.0, export=lambda spans: kept.add(encode_spans(spans)))
+    made = Tracing(ratio=1.0, slow_s=1.0, export=lambda spans: kept.add([encode_span(span) for span in spans]))
     trace = made.trace(CALLER)
     trace.keep(Kept.ERROR)
     request = trace.begin("request")
@@ -607,5 +608,43 @@ def test_a_span_that_cannot_be_encoded_is_counted_and_its_request_goes_on(monkey
     trace.end(child)
     trace.end(root)
     trace.release()
-    assert count("failed") == before + 1
     assert [each["name"] for each in kept.find(trace.hex_id)["spans"]] == ["request"]
+    assert count("failed") == before + 1
+
+
+def test_a_batch_is_encoded_when_it_is_full_or_wanted() -> None:
+    taken: list[bytes] = []
+    batch = SpanBatch(taken.extend)
+    trace = Tracing(ratio=1.0, slow_s=1.0, export=batch.add).trace()
+    for _ in range(BATCH_SPANS - 1):
+        trace.end(trace.begin("attempt"))
+    assert taken == []
+    trace.end(trace.begin("attempt"))
+    assert len(taken) == BATCH_SPANS
+    trace.end(trace.begin("attempt"))
+    batch.encode()
+    batch.encode()
+    assert len(taken) == BATCH_SPANS + 1
+
+
+def test_threads_that_encode_at_once_lose_and_double_nothing() -> None:
+    taken: list[bytes] = []
+    batch, is_over = SpanBatch(taken.extend), threading.Event()
+
+    def encode() -> None:
+        while not is_over.is_set():
+            batch.encode()
+
+    threads = [threading.Thread(target=encode) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    made = Tracing(ratio=1.0, slow_s=1.0, export=batch.add)
+    for _ in range(40):
+        trace = made.trace()
+        for _ in range(100):
+            trace.end(trace.begin("attempt"))
+    is_over.set()
+    for thread in threads:
+        thread.join(20)
+    batch.encode()
+    assert len(taken) == len(set(taken)) == 4000

@@ -4,21 +4,17 @@ A service calls `setup_tracing` once and makes a `Trace` for each request. Witho
 and OpenTelemetry's SDK is not imported, unless `OTEL_TRACES_EXPORTER` is `memory`: then traces are only kept here.
 """
 
-import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
-from lockstep_common.tracing import metrics
-from lockstep_common.tracing.encoding import encode_spans
+from lockstep_common.tracing.batch import SpanBatch
 from lockstep_common.tracing.kept import KEPT_SPANS
 from lockstep_common.tracing.options import Given, TraceOptions, trace_options
 from lockstep_common.tracing.queue import SpanQueue
 from lockstep_common.tracing.spans import CURRENT, MAX_TEXT, Attributes, Kept, Kind, Shared, Span, Trace, Tracing
 
 __all__ = ["CURRENT", "MAX_TEXT", "Attributes", "Kept", "Kind", "Shared", "Span", "Trace", "Tracing", "setup_tracing"]
-
-logger = logging.getLogger("lockstep.tracing")
 
 _VERSION = "0.1.0"
 
@@ -51,34 +47,16 @@ def setup_tracing(service: str, instance: str, settings: ServiceGiven) -> Tracin
 
 def make_tracing(options: TraceOptions, resource: Mapping[str, str]) -> Tracing:
     """Traces that are exported by OTLP, if there is a collector, and whose newest spans this process keeps."""
-    KEPT_SPANS.configure(resource)
+    batch = SpanBatch(KEPT_SPANS.add)
+    KEPT_SPANS.configure(resource, batch.encode)
     if not options.endpoint:
-        return Tracing(ratio=options.ratio, slow_s=options.slow_s, export=_encoding(KEPT_SPANS.add))
+        return Tracing(ratio=options.ratio, slow_s=options.slow_s, export=batch.add)
     from lockstep_common.tracing.otlp import OtlpExport  # noqa: PLC0415 - the SDK is for those who trace
 
     exporter = OtlpExport(options, resource)
-    queue = SpanQueue(exporter.export, exporter.shutdown)
-
-    def take(spans: list[bytes]) -> None:
-        KEPT_SPANS.add(spans)
-        queue.put(spans)
-
-    return Tracing(ratio=options.ratio, slow_s=options.slow_s, export=_encoding(take), on_close=queue.close)
-
-
-def _encoding(take: Callable[[list[bytes]], None]) -> Callable[[list[Span]], None]:
-    """Lets a function have spans encoded. One that cannot be is counted and lost, and its request goes on."""
-
-    def export(spans: list[Span]) -> None:
-        try:
-            encoded = encode_spans(spans)
-        except Exception as error:
-            metrics.SPANS.labels("failed").inc(len(spans))
-            logger.warning("spans cannot be encoded", extra={"error": type(error).__name__})
-        else:
-            take(encoded)
-
-    return export
+    queue = SpanQueue(exporter.export, exporter.shutdown, batch.encode)
+    batch.takers.append(queue.put)
+    return Tracing(ratio=options.ratio, slow_s=options.slow_s, export=batch.add, on_close=queue.close)
 
 
 def _resource(service: str, instance: str, settings: ServiceGiven) -> dict[str, str]:

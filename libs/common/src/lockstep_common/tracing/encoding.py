@@ -1,8 +1,7 @@
 """Spans in protobuf's wire format, as parts of a message of OTLP. The SDK's classes between take five times as long.
 
-A span is encoded once, in the event loop, when it has ended and its trace is kept: what waits for the collector and
-what is kept for people is bytes. A thread would take Python's lock from the loop for it, and the objects would have
-left the processor's caches. A test compares the messages with those of the SDK.
+A span is encoded once: what waits for the collector, and what is kept for people, is bytes. A test compares them with
+those of the SDK.
 """
 
 import struct
@@ -37,30 +36,8 @@ _LINK_FLAGS = b"\x35" + _FLAGS.pack(_HAS_IS_REMOTE | _IS_REMOTE)
 _KINDS = tuple(b"\x30%c" % (kind + 1) for kind in Kind)
 
 
-def encode_spans(spans: Iterable[Span]) -> list[bytes]:
-    """Each span as a field of the spans of a scope."""
-    return [_span(span) for span in spans]
-
-
-def encode_resource(resource: Mapping[str, Value]) -> bytes:
-    """What names the process, as a field of the spans of a resource."""
-    return _part(1, _attributes(_OF_RESOURCE, resource))
-
-
-def encode_message(spans: Iterable[bytes], resource: bytes, scope: str, schema_url: str) -> bytes:
-    """An `ExportTraceServiceRequest`.
-
-    Args:
-        spans: of this process, encoded.
-        resource: names the process, encoded.
-        scope: names what makes the spans.
-        schema_url: of the names of their attributes.
-    """
-    of_scope = _part(2, b"".join((_part(1, _text(1, scope)), *spans, _text(3, schema_url))))
-    return _part(1, resource + of_scope)
-
-
-def _span(span: Span) -> bytes:
+def encode_span(span: Span) -> bytes:
+    """A span as a field of the spans of a scope."""
     trace = span.trace
     span_id = span.span_id.to_bytes(8, "big")
     parts = [
@@ -69,7 +46,7 @@ def _span(span: Span) -> bytes:
         ),
         _head(span.name, span.kind, span.has_remote_parent, bool(span.error)),
     ]
-    for name, value in span.attributes.items():
+    for name, value in span.attributes.copy().items():  # the loop may still add to them
         if isinstance(value, str):
             text = value.encode(errors="replace")
             parts += (_before_text(name, len(text)), text)
@@ -94,6 +71,24 @@ def _span(span: Span) -> bytes:
     if span.links:
         parts += [_part(13, _link(link)) for link in span.links]
     return _part(2, b"".join(parts))
+
+
+def encode_resource(resource: Mapping[str, Value]) -> bytes:
+    """What names the process, as a field of the spans of a resource."""
+    return _part(1, _attributes(_OF_RESOURCE, resource))
+
+
+def encode_message(spans: Iterable[bytes], resource: bytes, scope: str, schema_url: str) -> bytes:
+    """An `ExportTraceServiceRequest`.
+
+    Args:
+        spans: of this process, encoded.
+        resource: names the process, encoded.
+        scope: names what makes the spans.
+        schema_url: of the names of their attributes.
+    """
+    of_scope = _part(2, b"".join((_part(1, _text(1, scope)), *spans, _text(3, schema_url))))
+    return _part(1, resource + of_scope)
 
 
 @lru_cache(_SAME)

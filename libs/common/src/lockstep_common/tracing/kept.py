@@ -5,7 +5,7 @@ kept in the form that the collector gets, which takes a quarter of the memory of
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lockstep_common.tracing import names
@@ -17,17 +17,18 @@ _TRACE_CHARS = 32
 
 
 class KeptSpans:
-    """A ring of spans that have ended. `add` is called in the service's loop, `find` in any thread."""
+    """A ring of spans that have ended. Any thread may use it."""
 
     def __init__(self, most: int = MAX_KEPT_SPANS) -> None:
         self._spans: deque[bytes] = deque(maxlen=most)
+        self._fill: Callable[[], None] = lambda: None
         self.resource: dict[str, str] = {}
         """Names the process; empty: it has no traces."""
 
-    def configure(self, resource: Mapping[str, str]) -> None:
-        """Begin anew, with the process's names."""
+    def configure(self, resource: Mapping[str, str], fill: Callable[[], None] = lambda: None) -> None:
+        """Begin anew, with the process's names. `fill` is called before a search, and adds what there is."""
         self._spans.clear()
-        self.resource = dict(resource)
+        self.resource, self._fill = dict(resource), fill
 
     def add(self, spans: Sequence[bytes]) -> None:
         """Keep encoded spans; the oldest ones go."""
@@ -35,6 +36,7 @@ class KeptSpans:
 
     def find(self, wanted: str) -> dict[str, Any]:
         """The spans of a trace or of a request, as JSON types; no spans: it is not known here."""
+        self._fill()
         spans = self._spans.copy()
         named = _decoded(span for span in spans if wanted.encode(errors="replace") in span)
         traces = {span["trace_id"] for span in named if span["attributes"].get(names.REQUEST_ID) == wanted}

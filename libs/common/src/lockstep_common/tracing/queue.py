@@ -28,6 +28,7 @@ class SpanQueue:
     Args:
         export: exports a batch in the queue's thread; whether it succeeded. It may take as long as it wants.
         interrupt: called when the queue closes and its time is over: `export` has to return soon.
+        fill: called before an export and when the queue closes: puts what there is.
         max_spans: most spans that wait.
     """
 
@@ -35,10 +36,12 @@ class SpanQueue:
         self,
         export: Callable[[Sequence[bytes]], bool],
         interrupt: Callable[[], None] = lambda: None,
+        fill: Callable[[], None] = lambda: None,
         max_spans: int = MAX_SPANS,
     ) -> None:
         self._export = export
         self._interrupt = interrupt
+        self._fill = fill
         self._max_spans = max_spans
         self._waiting: deque[bytes] = deque()
         self._wake = threading.Event()
@@ -63,6 +66,7 @@ class SpanQueue:
 
     def close(self, timeout_s: float) -> None:
         """Export what waits, no longer than this; the rest is counted as lost."""
+        self._fill()
         self._is_closing = True
         self._wake.set()
         self._thread.join(timeout_s)
@@ -75,6 +79,7 @@ class SpanQueue:
         while not self._is_closing:
             self._wake.wait(_EVERY_S)
             self._wake.clear()
+            self._fill()
             self._empty()
 
     def _empty(self) -> None:
