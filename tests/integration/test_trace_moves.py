@@ -1,7 +1,6 @@
 """One trace of a request that moves: off a worker that drains, and off a router that is killed. Real processes."""
 
 import os
-import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import psutil
 import pytest
 from machine import left_since, title, traces, wait_for
 from serving import Serve
-from spans import Collector, check_edges, check_ranks, headers, named, spans_of
+from spans import CALLERS_SPAN, Collector, check_edges, check_ranks, headers, named, spans_of
 from system import MODEL, System
 
 pytestmark = pytest.mark.slow
@@ -146,7 +145,7 @@ def killed_router(serve: Serve, url: str) -> None:
 
 def test_a_trace_survives_its_router(slow: Slow) -> None:
     """A worker dies, then the router, and the client resumes its stream at the other one: what the first router had
-    exported is there, and the other one's spans are of the same trace.
+    exported is there, and the other one's spans are of the same trace, as is the request that resumes it.
     """
     slow.system.until_ready(_PATIENCE_S)
     slow.system.until_idle(_PATIENCE_S)
@@ -165,20 +164,23 @@ def test_a_trace_survives_its_router(slow: Slow) -> None:
             }
             assert len(given) == count
             killed_router(slow.serve, one)
-        with httpx.stream("GET", f"{other}/v1/streams/{stream_id}", timeout=_PATIENCE_S, trust_env=False) as resumed:
+        with httpx.stream(
+            "GET", f"{other}/v1/streams/{stream_id}", timeout=_PATIENCE_S, trust_env=False, headers=headers(4)
+        ) as resumed:
             assert resumed.status_code == 200, resumed.read()
             lines = resumed.iter_lines()
             next(lines)
             slow.file.unlink()
             rest(lines)
     wait_for(lambda: named(spans_of(slow.receiver, 3), "takeover"), "the takeover's span has come", _PATIENCE_S)
+    wait_for(lambda: named(spans_of(slow.receiver, 3), "request"), "the reader's span has come", _PATIENCE_S)
     wait_for(lambda: len(named(spans_of(slow.receiver, 3), "decode")) == 3, "the workers' spans have come", _PATIENCE_S)
     check_survival(slow)
 
 
 def check_survival(slow: Slow) -> None:
     spans = spans_of(slow.receiver, 3)
-    assert named(spans, "request") == []  # it died with its router
+    (reader,) = named(spans, "request")  # the first one died with its router
     (takeover,) = named(spans, "takeover")
     first_router, second_router = (
         {span.resource["service.instance.id"] for span in spans if span.attributes.get("lockstep.outcome") == outcome
@@ -198,9 +200,11 @@ def check_survival(slow: Slow) -> None:
     for decode in (died, cut, ended):
         check_ranks(spans, decode, RANKS)
     check_edges(spans, lost={takeover.parent_id, cut.parent_id})
-    (reader,) = (span for span in slow.receiver.spans if span.span_id in takeover.links)
-    assert reader.name == "request"
-    assert reader.links == (takeover.parent_id,)
-    assert reader.attributes["lockstep.trace.kept_because"] == "failed_over"
-    assert re.fullmatch("[0-9a-f]{32}", reader.trace_id)
+    assert takeover.links == (reader.span_id,)
+    assert reader.parent_id == takeover.parent_id
+    assert reader.links == (CALLERS_SPAN,), "what the client said of itself"
+    assert reader.attributes["lockstep.trace.kept_because"] == "parent", "the stream's trace is kept"
+    calls = [span for span in spans if span.name in ("Journal.Read", "Journal.Take")]
+    assert {span.name for span in calls if span.parent_id == reader.span_id} == {"Journal.Read", "Journal.Take"}
+    assert spans_of(slow.receiver, 4) == []
     assert b"canary" not in slow.receiver.raw

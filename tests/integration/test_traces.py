@@ -15,7 +15,19 @@ from lockstep_tools.debug.local import from_router
 from machine import left_since, traces, wait_for
 from otlp_receiver import Received
 from serving import Serve, run
-from spans import PARENTS, SKEW_NS, Collecting, Collector, check_edges, check_ranks, complete, headers, named, spans_of
+from spans import (
+    CALLERS_SPAN,
+    PARENTS,
+    SKEW_NS,
+    Collecting,
+    Collector,
+    check_edges,
+    check_ranks,
+    complete,
+    headers,
+    named,
+    spans_of,
+)
 from system import MODEL, System
 
 
@@ -168,6 +180,37 @@ def check_lines(log: Path, attempts: list[Received]) -> None:
         assert line["span_id"] == attempt.span_id
         assert (line["attempt"], line["epoch"]) == (attempt.attributes["lockstep.attempt"], 1)
     assert lost["service"] != moved["service"]
+
+
+def test_a_client_that_comes_back_is_in_the_trace_of_its_stream(traced: Traced) -> None:
+    """One trace has the request from its first client to its last; what the others said of themselves is a link."""
+    tokens = traced.system.tokens_lasting(1.0)
+    body = {"model": MODEL, "prompt": "canary", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    with httpx.stream(
+        "POST", f"{traced.system.api}/completions", json=body, timeout=60, trust_env=False,
+        headers=headers(21) | {"x-lockstep-resumable": "true"},
+    ) as response:  # fmt: skip
+        lines = response.iter_lines()
+        assert next(lines).startswith("id: ")
+        stream = f"{traced.system.api}/streams/{response.headers['x-lockstep-stream-id']}"
+        read_again(stream)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    read_again(stream)  # it has ended
+    wait_for(lambda: len(named(spans_of(traced.receiver, 21), "request")) == 3, "the requests' spans have come")
+    wait_for(lambda: len(named(spans_of(traced.receiver, 21), "rank")) == 4, "the ranks' spans have come")
+    spans = spans_of(traced.receiver, 21)
+    check_edges(spans)
+    first, *others = sorted(named(spans, "request"), key=lambda span: span.begin_ns)
+    assert (first.parent_id, first.links) == (CALLERS_SPAN, ())
+    assert [(span.parent_id, span.links) for span in others] == [(first.span_id, (CALLERS_SPAN,))] * 2
+    assert len(named(spans, "attempt")) == 1
+    assert spans_of(traced.receiver, 22) == []
+
+
+def read_again(stream: str) -> None:
+    """Read a stream from its beginning, as a client with a trace of its own."""
+    with httpx.stream("GET", stream, timeout=60, trust_env=False, headers=headers(22)) as response:
+        assert [line for line in response.iter_lines() if line][-1] == "data: [DONE]"
 
 
 def test_no_text_is_in_any_message(traced: Traced) -> None:

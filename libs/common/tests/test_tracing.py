@@ -23,6 +23,9 @@ from lockstep_common.tracing import (
     setup_tracing,
     spans,
 )
+from lockstep_common.tracing.batch import BATCH_SPANS, SpanBatch
+from lockstep_common.tracing.calls import calling
+from lockstep_common.tracing.encoding import encode_resource, encode_span
 from lockstep_common.tracing.kept import KeptSpans
 from lockstep_common.tracing.options import DEFAULT_RATIO, TraceOptions, trace_options
 from lockstep_common.tracing.queue import SpanQueue
@@ -215,6 +218,110 @@ def test_without_a_well_formed_traceparent_there_is_no_context():
     assert TraceContext.parse("00-" + "0" * 32 + "-" + "2" * 16 + "-01", "a=1") is None
 
 
+# Requests that join another trace.
+
+
+def resumed(made: Tracing, caller: TraceContext | None = CALLER):
+    """A request that comes back for a stream, and a call that it has made."""
+    trace = made.trace(caller)
+    root = trace.begin("request", kind=Kind.SERVER)
+    trace.defer()
+    trace.end(trace.begin("Journal.Read", root))
+    return trace, root
+
+
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_spans_join_the_trace_of_a_stream_which_decides(is_sampled: bool):
+    made, exported = tracing(ratio=1.0)
+    trace, root = resumed(made)
+    assert exported == []
+    trace.join(root, TraceContext(7, 8, is_sampled))
+    assert (root.trace.kept is not None) == is_sampled
+    root.trace.end(root)
+    root.trace.release()
+    assert made.waiting == 0
+    if not is_sampled:
+        assert exported == []
+        return
+    assert [span.name for span in exported] == ["Journal.Read", "request"]
+    assert {span.context.trace_id for span in exported} == {7}
+    assert (root.parent_id, root.has_remote_parent, root.links) == (8, True, (CALLER,))
+    assert exported[0].parent_id == root.span_id
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_what_joins_a_trace_that_goes_on_here_shares_its_decision_and_its_bound(is_kept: bool):
+    made, exported = tracing()
+    stream = made.trace()
+    first = stream.begin("request", kind=Kind.SERVER)
+    trace, root = resumed(made, None)
+    trace.join(root, first.context, first)
+    assert (root.trace, root.parent_id, root.has_remote_parent, root.links) == (stream, first.span_id, False, ())
+    stream.end(first)
+    stream.release()  # the reader goes on
+    if is_kept:
+        root.trace.keep(Kept.ERROR)
+    for _ in range(spans.MAX_SPANS):
+        stream.end(stream.begin("client", root))
+    stream.end(root)
+    stream.release()
+    assert len(exported) == (spans.MAX_SPANS if is_kept else 0)
+    assert made.waiting == 0
+
+
+@pytest.mark.parametrize("kept", [None, Kept.SLOW])
+def test_what_joins_a_trace_that_is_over_goes_by_its_decision(kept: Kept | None):
+    made, exported = tracing()
+    stream = made.trace()
+    first = stream.begin("request")
+    if kept is not None:
+        stream.keep(kept)
+    stream.end(first)
+    stream.release()
+    trace, root = resumed(made)
+    trace.join(root, TraceContext(stream.trace_id, first.span_id, False), first)
+    root.trace.end(root)
+    root.trace.release()
+    assert [span.name for span in exported] == (["request", "Journal.Read", "request"] if kept else [])
+    assert root.context.trace_id == stream.trace_id
+    assert made.waiting == 0
+
+
+def test_what_is_kept_before_it_joins_is_kept_there():
+    made, exported = tracing()
+    trace, root = resumed(made)
+    trace.keep(Kept.SLOW)
+    assert exported == []
+    trace.join(root, TraceContext(7, 8, False))
+    assert [(span.name, span.trace.kept) for span in exported] == [("Journal.Read", Kept.SLOW)]
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_what_joins_nothing_stays_a_trace_of_its_own(ratio: float):
+    made, exported = tracing(ratio)
+    trace, root = resumed(made, None)
+    trace.settle()
+    trace.end(root)
+    trace.release()
+    assert [span.context.trace_id for span in exported] == [trace.trace_id] * (2 if ratio else 0)
+    assert made.waiting == 0
+
+
+def test_a_call_tells_nobody_of_a_trace_that_its_span_may_leave():
+    made, _ = tracing(ratio=1.0)
+    trace = made.trace()
+    root = trace.begin("request")
+    trace.defer()
+    spans.CURRENT.set(root)
+    with calling("Journal.Read") as metadata:
+        assert metadata == ()
+    trace.join(root, TraceContext(7, 8, True))
+    with calling("Journal.Take") as metadata:
+        ((name, value),) = metadata
+    assert (name, TraceContext.parse(value).trace_id) == ("traceparent", 7)  # type: ignore[union-attr]
+    spans.CURRENT.set(None)
+
+
 # Settings.
 
 
@@ -277,6 +384,22 @@ def test_the_sdk_is_imported_by_those_who_trace_only():
 # Export.
 
 
+def message(spans, resource=None):
+    """What the collector gets."""
+    from lockstep_common.tracing.otlp import message_of, plain  # noqa: PLC0415 - see the test of imports
+
+    attributes = {} if resource is None else plain(resource)
+    return message_of([encode_span(span) for span in spans], encode_resource(attributes))
+
+
+def parsed(content):
+    """The spans of a message of one process."""
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest  # noqa: PLC0415
+
+    (of_process,) = ExportTraceServiceRequest.FromString(content).resource_spans
+    return of_process
+
+
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 def test_spans_arrive_as_they_were_made(protocol: str):
     with (grpc_receiver if protocol == "grpc" else http_receiver)() as receiver:
@@ -309,8 +432,9 @@ def test_spans_arrive_as_they_were_made(protocol: str):
 
 
 def test_messages_are_those_of_the_sdk():
-    from lockstep_common.tracing.otlp import encoded  # noqa: PLC0415 - see the test of imports
-    from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans  # noqa: PLC0415
+    from opentelemetry.exporter.otlp.proto.common.trace_encoder import (  # noqa: PLC0415 - see the test of imports
+        encode_spans as sdk_message,
+    )
     from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
     from sdk_spans import to_readable  # noqa: PLC0415
 
@@ -335,37 +459,31 @@ def test_messages_are_those_of_the_sdk():
         trace.release()
     resource = Resource({"service.name": "lockstep-router", "process.pid": 7, "process.command_args": ["a", "b"]})
     assert len(exported) == 9
-    expected = encode_spans([to_readable(span, resource) for span in exported])
-    assert type(expected).FromString(encoded(exported, resource)) == expected
-    again = encoded(exported, resource)  # what is remembered now
-    assert type(expected).FromString(again) == expected
+    expected = sdk_message([to_readable(span, resource) for span in exported])
+    for _ in range(2):  # the second time with what is remembered
+        assert type(expected).FromString(message(exported, resource)) == expected
 
 
 def test_values_that_never_come_again_are_encoded_too_and_are_not_remembered():
     from lockstep_common.tracing import encoding  # noqa: PLC0415
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest  # noqa: PLC0415
 
     made, exported = tracing(ratio=1.0)
     trace = made.trace()
     sizes = (1, 100, 126, 127, 128, 200, 16_400)
-    values = [f"{number:x}" * size for number in range(400) for size in sizes[: 1 + number % len(sizes)]]
+    texts = [f"{number:x}" * size for number in range(400) for size in sizes[: 1 + number % len(sizes)]]
+    values = [*texts, *range(2000)]
     for value in values:
         exported.append(trace.begin("request"))
         exported[-1].attributes["ever.new"] = value
-    before = len(encoding._known)
-    message = ExportTraceServiceRequest.FromString(encoding.encode(exported, {}, "lockstep", names.SCHEMA_URL))
-    found = [span.attributes[0].value.string_value for span in message.resource_spans[0].scope_spans[0].spans]
-    assert found == values
-    assert len(encoding._known) - before == encoding._SAME_VALUES
+    found = [span.attributes[0].value for span in parsed(message(exported)).scope_spans[0].spans]
+    assert [each.string_value or each.int_value for each in found] == values
+    sizes_of_caches = [each.cache_info() for each in vars(encoding).values() if hasattr(each, "cache_info")]
+    assert all(0 < each.maxsize <= 1024 for each in sizes_of_caches)
 
 
 def test_values_of_a_resource_that_are_not_plain_do_not_stop_the_export():
-    from lockstep_common.tracing.otlp import encoded  # noqa: PLC0415
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest  # noqa: PLC0415
-
     resource = SimpleNamespace(attributes={"map": {"a": 1}, "nothing": None, "good": "g"})
-    request = ExportTraceServiceRequest.FromString(encoded([], resource))
-    attributes = request.resource_spans[0].resource.attributes
+    attributes = parsed(message([], resource)).resource.attributes
     assert {each.key: each.value.string_value for each in attributes} == {
         "map": "{'a': 1}",
         "nothing": "None",
@@ -374,16 +492,12 @@ def test_values_of_a_resource_that_are_not_plain_do_not_stop_the_export():
 
 
 def test_text_that_has_no_utf8_loses_those_characters_only():
-    from lockstep_common.tracing.encoding import encode  # noqa: PLC0415
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest  # noqa: PLC0415
-
     made, exported = tracing(ratio=1.0)
     trace = made.trace()
     root = trace.begin("request")
     root.attributes["lockstep.worker"] = "w\ud8000"
     trace.end(root)
-    message = ExportTraceServiceRequest.FromString(encode(exported, {}, "lockstep", names.SCHEMA_URL))
-    (attribute,) = message.resource_spans[0].scope_spans[0].spans[0].attributes
+    (attribute,) = parsed(message(exported)).scope_spans[0].spans[0].attributes
     assert attribute.value.string_value == "w?0"
 
 
@@ -441,19 +555,23 @@ def test_kept_spans_are_found_by_trace_and_by_request_and_are_bounded() -> None:
     kept = KeptSpans(3)
     assert kept.find("req-1") == {"tracing": False, "resource": {}, "spans": []}
     kept.configure({"service.name": "lockstep-router"})
-    made = Tracing(ratio=1.0, slow_s=1.0, export=kept.add)
+    made = Tracing(ratio=1.0, slow_s=1.0, export=lambda spans: kept.add([encode_span(span) for span in spans]))
     trace = made.trace(CALLER)
     trace.keep(Kept.ERROR)
     request = trace.begin("request")
-    request.attributes[names.REQUEST_ID] = "req-1"
+    request.attributes |= {names.REQUEST_ID: "req-1", "yes": True, "one": 1, "half": 0.5, "list": ("a", "b")}
     child = trace.begin("route", request)
     child.event("chosen")
+    child.link(TraceContext(5, 77, True))
     trace.end(child, "lost")
     trace.end(request)
     body = json.loads(json.dumps(kept.find("req-1")))
     assert [each["name"] for each in body["spans"]] == ["route", "request"]
     first, last = body["spans"]
     assert (first["parent_id"], first["error"], first["events"][0][0]) == (last["span_id"], "lost", "chosen")
+    assert (first["links"], last["parent_id"], last["error"]) == ([f"{77:016x}"], f"{CALLER.span_id:016x}", "")
+    assert last["attributes"] == {names.REQUEST_ID: "req-1", "yes": True, "one": 1, "half": 0.5, "list": ["a", "b"]}
+    assert (last["begin_ns"], last["end_ns"]) == (request.begin_ns, request.end_ns)
     assert kept.find(f"{CALLER.trace_id:032x}") == body
     assert kept.find("0" * 32)["spans"] == kept.find("req-2")["spans"] == []
     other = made.trace()
@@ -478,3 +596,55 @@ def test_traces_are_kept_in_memory_without_a_collector(monkeypatch: pytest.Monke
         {"service.instance.id": "w0"},
         ["request"],
     )
+
+
+def test_a_span_that_cannot_be_encoded_is_counted_and_its_request_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep_common.tracing.KEPT_SPANS", kept := KeptSpans())
+    made = make_tracing(TraceOptions("", "grpc", 1.0, 10.0), {"service.instance.id": "w0"})
+    before, trace = count("failed"), made.trace()
+    root = trace.begin("request")
+    child = trace.begin("route", root)
+    child.attributes["lockstep.worker"] = object()  # type: ignore[assignment]
+    trace.end(child)
+    trace.end(root)
+    trace.release()
+    assert [each["name"] for each in kept.find(trace.hex_id)["spans"]] == ["request"]
+    assert count("failed") == before + 1
+
+
+def test_a_batch_is_encoded_when_it_is_full_or_wanted() -> None:
+    taken: list[bytes] = []
+    batch = SpanBatch(taken.extend)
+    trace = Tracing(ratio=1.0, slow_s=1.0, export=batch.add).trace()
+    for _ in range(BATCH_SPANS - 1):
+        trace.end(trace.begin("attempt"))
+    assert taken == []
+    trace.end(trace.begin("attempt"))
+    assert len(taken) == BATCH_SPANS
+    trace.end(trace.begin("attempt"))
+    batch.encode()
+    batch.encode()
+    assert len(taken) == BATCH_SPANS + 1
+
+
+def test_threads_that_encode_at_once_lose_and_double_nothing() -> None:
+    taken: list[bytes] = []
+    batch, is_over = SpanBatch(taken.extend), threading.Event()
+
+    def encode() -> None:
+        while not is_over.is_set():
+            batch.encode()
+
+    threads = [threading.Thread(target=encode) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    made = Tracing(ratio=1.0, slow_s=1.0, export=batch.add)
+    for _ in range(40):
+        trace = made.trace()
+        for _ in range(100):
+            trace.end(trace.begin("attempt"))
+    is_over.set()
+    for thread in threads:
+        thread.join(20)
+    batch.encode()
+    assert len(taken) == len(set(taken)) == 4000

@@ -6,7 +6,7 @@ import pytest
 from lockstep_api.v1 import inference_pb2, inference_pb2_grpc
 from lockstep_common.telemetry import REGISTRY
 from lockstep_common.trace_context import TraceContext
-from lockstep_common.tracing import Span, Tracing
+from lockstep_common.tracing import Kept, Span, Tracing
 from lockstep_router.traces import RequestTrace
 from router_cluster import Cluster, eventually
 from scripted_worker import Script
@@ -15,6 +15,8 @@ from websocket_client import socket_of
 
 CALLER = TraceContext(0xA << 64, 0xB, True, "vendor=1")
 HEADERS = {"traceparent": CALLER.traceparent, "tracestate": CALLER.state, "baggage": "canary=baggage"}
+OTHER = TraceContext(0xC << 64, 0xD, True)
+"""Of a client that comes back."""
 CANARY = "canary words nobody else uses"
 
 
@@ -240,19 +242,81 @@ async def test_a_call_that_is_cancelled_while_its_stream_is_forgotten_ends_its_t
     await eventually(lambda: cluster.router.tracing.waiting == 0)
 
 
-async def test_a_resumed_client_links_to_the_trace_of_its_stream(make_cluster):
+@pytest.mark.parametrize("headers", [{}, HEADERS])
+async def test_a_resumed_client_joins_the_trace_of_its_stream(make_cluster, headers):
     cluster = await make_cluster()
     spans = trace(cluster)
     begun = await cluster.complete(stream=True, resumable=True)
-    await cluster.client.get(f"/v1/streams/{begun.headers['x-lockstep-stream-id']}")
+    await cluster.client.get(f"/v1/streams/{begun.headers['x-lockstep-stream-id']}", headers=headers)
     first, second = named(spans, "request")
     assert first.links == ()
-    assert [link.span_id for link in second.links] == [first.span_id]
+    assert (second.context.trace_id, second.parent_id) == (first.context.trace_id, first.span_id)
+    assert second.has_remote_parent, "the context is that of the journal"
+    assert list(second.links) == ([CALLER] if headers else [])
     assert second.all_attributes["lockstep.resumed"] is True
     assert len(named(spans, "attempt")) == 1
 
 
-async def test_a_call_over_grpc_has_a_trace_and_a_resumed_one_a_link(make_cluster):
+async def test_the_trace_of_a_stream_decides_whether_a_reader_of_it_is_kept(make_cluster):
+    """The reader's own decision does not count."""
+    cluster = await make_cluster()
+    spans = trace(cluster, ratio=0.0)
+    begun = await cluster.complete(stream=True, resumable=True)
+    resumed = await cluster.client.get(f"/v1/streams/{begun.headers['x-lockstep-stream-id']}", headers=HEADERS)
+    assert resumed.status_code == 200
+    assert spans == []
+    assert cluster.router.tracing.waiting == 0
+
+
+async def test_a_reader_of_a_stream_that_runs_is_kept_with_it(make_cluster):
+    """Its client has left, and another one reads it when it moves: all three are kept because of that."""
+    cluster = await make_cluster()
+    spans = trace(cluster, ratio=0.0)
+    own, _ = cluster.worker_of("user:u")
+    own.script = Script(hang_after=3)
+    body = {"model": "reference", "prompt": "hello", "max_tokens": 12, "stream": True, "resumable": True, "user": "u"}
+    async with cluster.over_http() as client:
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            await anext(response.aiter_bytes())
+            stream_id = response.headers["x-lockstep-stream-id"]
+        async with client.stream("GET", f"/v1/streams/{stream_id}", headers=HEADERS) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            assert spans == []
+            await own.kill()
+            assert [line async for line in lines if line][-1] == "data: [DONE]"
+        await eventually(lambda: len(named(spans, "request")) == 2)
+    first, second = sorted(named(spans, "request"), key=lambda span: span.begin_ns)
+    assert second.trace is first.trace
+    assert (second.parent_id, second.has_remote_parent, list(second.links)) == (first.span_id, False, [CALLER])
+    assert {span.trace.kept for span in spans} == {Kept.FAILED_OVER}
+    assert cluster.router.tracing.waiting == 0
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+async def test_a_client_that_finds_no_stream_has_a_trace_of_its_own(make_cluster, ratio):
+    cluster = await make_cluster()
+    spans = trace(cluster, ratio=ratio)
+    assert (await cluster.client.get("/v1/streams/nothing")).status_code == 404
+    assert (await cluster.client.get("/v1/streams/nothing", headers=HEADERS)).status_code == 404
+    parents = [(span.parent_id, span.links) for span in named(spans, "request")]
+    assert parents == ([(0, ()), (0xB, ())] if ratio else [(0xB, ())])
+    assert cluster.router.tracing.waiting == 0
+
+
+async def test_a_repeated_request_has_a_trace_of_its_own_with_a_link(make_cluster):
+    """It was begun for its own sake: only who asks for a stream joins the stream's trace."""
+    cluster = await make_cluster()
+    spans = trace(cluster)
+    for _ in range(2):
+        await cluster.complete(headers={"Idempotency-Key": "k"})
+    first, second = named(spans, "request")
+    assert second.context.trace_id != first.context.trace_id
+    assert [link.span_id for link in second.links] == [first.span_id]
+    assert second.all_attributes["lockstep.resumed"] is True
+
+
+async def test_a_call_over_grpc_has_a_trace_which_a_resumed_one_joins(make_cluster):
     cluster = await make_cluster()
     spans = trace(cluster)
     async with cluster.over_grpc() as channel:
@@ -265,7 +329,7 @@ async def test_a_call_over_grpc_has_a_trace_and_a_resumed_one_a_link(make_cluste
         async for _ in call:
             pass
         resume = inference_pb2.ResumeRequest(request_id=metadata["x-lockstep-stream-id"])
-        async for _ in stub.Resume(resume):
+        async for _ in stub.Resume(resume, metadata=(("traceparent", OTHER.traceparent),)):
             pass
     await eventually(lambda: len(named(spans, "request")) == 2)
     first, second = named(spans, "request")
@@ -274,7 +338,11 @@ async def test_a_call_over_grpc_has_a_trace_and_a_resumed_one_a_link(make_cluste
         "grpc",
         "/v1/streams/{stream_id}",
     )
-    assert [link.span_id for link in second.links] == [first.span_id]
+    assert (second.context.trace_id, second.parent_id, list(second.links)) == (
+        first.context.trace_id,
+        first.span_id,
+        [OTHER],
+    )
 
 
 async def test_each_request_on_a_websocket_has_a_trace(make_cluster):
@@ -287,6 +355,22 @@ async def test_each_request_on_a_websocket_has_a_trace(make_cluster):
     (request,) = named(spans, "request")
     assert (request.parent_id, request.all_attributes["lockstep.face"]) == (0xB, "websocket")
     assert named(spans, "attempt")[0].context.trace_id == request.context.trace_id
+
+
+async def test_a_resumed_request_on_a_websocket_joins_the_trace_of_its_stream(make_cluster):
+    cluster = await make_cluster()
+    spans = trace(cluster)
+    begun = await cluster.complete(stream=True, resumable=True)
+    async with cluster.over_http() as client, socket_of(client, headers=HEADERS) as socket:
+        await socket.send(type="resume", id="a", stream=begun.headers["x-lockstep-stream-id"])
+        await socket.answer("a")
+        await eventually(lambda: len(named(spans, "request")) == 2)
+    first, second = named(spans, "request")
+    assert (second.context.trace_id, second.parent_id, list(second.links)) == (
+        first.context.trace_id,
+        first.span_id,
+        [CALLER],
+    )
 
 
 async def test_a_stream_that_another_router_goes_on_with_stays_one_trace(tmp_path, tokenizer):
@@ -302,7 +386,7 @@ async def test_a_stream_that_another_router_goes_on_with_stays_one_trace(tmp_pat
             await mirrored(one)
             for worker in sharing.workers:
                 worker.script = Script()
-            resumed = await two.client.get(f"/v1/streams/{stream_id}")
+            resumed = await two.client.get(f"/v1/streams/{stream_id}", headers={"traceparent": OTHER.traceparent})
             assert resumed.status_code == 200
         await eventually(lambda: named(others, "takeover") and named(others, "request") and named(spans, "request"))
         (begun,), (takeover,), (reader,) = (
@@ -311,11 +395,13 @@ async def test_a_stream_that_another_router_goes_on_with_stays_one_trace(tmp_pat
             named(others, "request"),
         )
         assert (takeover.context.trace_id, takeover.parent_id) == (begun.context.trace_id, begun.span_id)
-        assert [link.span_id for link in reader.links] == [begun.span_id]
+        assert (reader.context.trace_id, reader.parent_id) == (begun.context.trace_id, begun.span_id)
+        assert reader.has_remote_parent
+        assert list(reader.links) == [OTHER]
         assert takeover.links == (reader.context,)
-        assert reader.all_attributes["lockstep.trace.kept_because"] == "failed_over"
-        (take,) = named(others, "Journal.Take")
-        assert (take.context.trace_id, take.parent_id) == (reader.context.trace_id, reader.span_id)
+        (read,), (take,) = named(others, "Journal.Read"), named(others, "Journal.Take")
+        for call in (read, take):
+            assert (call.context.trace_id, call.parent_id) == (reader.context.trace_id, reader.span_id)
         (attempt,) = named(others, "attempt")
         assert attempt.context.trace_id == begun.context.trace_id
 

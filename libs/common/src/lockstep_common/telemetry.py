@@ -21,10 +21,10 @@ from typing import Any, TextIO
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from pydantic_core import to_json
 
+from lockstep_common import openmetrics
 from lockstep_common.early_lines import kept_lines
 from lockstep_common.log_level import LOG_LEVEL
 from lockstep_common.tracebacks import traceback_text
@@ -246,9 +246,7 @@ def exposition_for(accept: str, registry: Collector = REGISTRY) -> tuple[bytes, 
         registry: the metrics.
     """
     if _prefers_openmetrics(accept):
-        # The library's default writes `vllm:name` as `vllm_name`.
-        text: bytes = openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
-        return text, openmetrics.CONTENT_TYPE_LATEST
+        return openmetrics.openmetrics_text(registry), openmetrics.CONTENT_TYPE
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 

@@ -60,16 +60,20 @@ class EndedRequest(Protocol):
 class RequestTrace:
     """A request's span, and the trace that its streams have in common."""
 
-    __slots__ = ("_client", "_client_read_ns", "_has_token", "finish_reasons", "root", "trace")
+    __slots__ = ("_client", "_client_read_ns", "_has_token", "finish_reasons", "root")
 
     def __init__(self, trace: Trace, name: str = "request", kind: Kind = Kind.SERVER) -> None:
-        self.trace = trace
         self.root: Span = trace.begin(name, kind=kind)
         self.finish_reasons: list[str] = []
         self._has_token = False
         self._client: Span | None = None
         """From the first write that waited for the client to the end of the last one; attributes have the waits."""
         self._client_read_ns = 0
+
+    @property
+    def trace(self) -> Trace:
+        """The trace of its span."""
+        return self.root.trace
 
     def describe(self, model: str, choices: int, sampling: inference_pb2.Sampling | None = None) -> None:
         """Note what is asked for, once it is known to fit a model.
@@ -107,15 +111,10 @@ class RequestTrace:
         attributes[names.CLIENT_WAITS] += 1
         self._client_read_ns = now_ns
 
-    def join(self, traceparent: str) -> None:
-        """Link to the request that began the stream which this one reads, if that is another one."""
-        linked = TraceContext.parse(traceparent)
-        if linked is not None and linked.span_id != self.root.span_id:
-            self.root.link(linked)
-
     def end(self, call: EndedCall, record: EndedRequest, seconds: float) -> None:
         """Note the end of the answer."""
-        root, trace = self.root, self.trace
+        root, trace = self.root, self.root.trace
+        trace.settle()
         attributes = root.attributes
         # The client may have chosen it, of 64 harmless characters: it is in the answer and in the log too.
         attributes[names.RESPONSE_ID] = attributes[names.REQUEST_ID] = record.request_id
@@ -186,6 +185,25 @@ def begin_request(tracing: Tracing | None, headers: Mapping[str, str]) -> Reques
     request = RequestTrace(tracing.trace(context))
     CURRENT.set(request.root)  # what the task calls, and the tasks that it starts, is for this request
     return request
+
+
+def join_stream(traceparent: str, running: RequestTrace | None = None) -> None:
+    """The task's request reads what another request began. If it came back for that, its spans join the other one's
+    trace; else it was begun for its own sake (with an idempotency key), and gets a link.
+
+    Args:
+        traceparent: the context of the request that began the stream.
+        running: the trace of what goes on with it in this process; None: nothing does, or it has no trace.
+    """
+    reader, context = CURRENT.get(), TraceContext.parse(traceparent)
+    if reader is None or context is None:
+        return
+    if reader.parent_id == context.span_id:  # it is there already
+        reader.trace.settle()
+    elif not reader.trace.is_settled:
+        reader.trace.join(reader, context, None if running is None else running.root)
+    elif all(link.span_id != context.span_id for link in reader.links):
+        reader.link(context)
 
 
 class Takeover(RequestTrace):

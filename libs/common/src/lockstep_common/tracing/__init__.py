@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Protocol
 
+from lockstep_common.tracing.batch import SpanBatch
 from lockstep_common.tracing.kept import KEPT_SPANS
 from lockstep_common.tracing.options import Given, TraceOptions, trace_options
 from lockstep_common.tracing.queue import SpanQueue
@@ -46,19 +47,16 @@ def setup_tracing(service: str, instance: str, settings: ServiceGiven) -> Tracin
 
 def make_tracing(options: TraceOptions, resource: Mapping[str, str]) -> Tracing:
     """Traces that are exported by OTLP, if there is a collector, and whose newest spans this process keeps."""
-    KEPT_SPANS.configure(resource)
+    batch = SpanBatch(KEPT_SPANS.add)
+    KEPT_SPANS.configure(resource, batch.encode)
     if not options.endpoint:
-        return Tracing(ratio=options.ratio, slow_s=options.slow_s, export=KEPT_SPANS.add)
+        return Tracing(ratio=options.ratio, slow_s=options.slow_s, export=batch.add)
     from lockstep_common.tracing.otlp import OtlpExport  # noqa: PLC0415 - the SDK is for those who trace
 
     exporter = OtlpExport(options, resource)
-    queue = SpanQueue(exporter.export, exporter.shutdown)
-
-    def export(spans: list[Span]) -> None:
-        KEPT_SPANS.add(spans)
-        queue.put(spans)
-
-    return Tracing(ratio=options.ratio, slow_s=options.slow_s, export=export, on_close=queue.close)
+    queue = SpanQueue(exporter.export, exporter.shutdown, batch.encode)
+    batch.takers.append(queue.put)
+    return Tracing(ratio=options.ratio, slow_s=options.slow_s, export=batch.add, on_close=queue.close)
 
 
 def _resource(service: str, instance: str, settings: ServiceGiven) -> dict[str, str]:

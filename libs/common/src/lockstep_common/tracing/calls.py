@@ -16,13 +16,14 @@ Metadata = tuple[tuple[str, str], ...]
 
 @contextmanager
 def calling(method: str) -> Iterator[Metadata]:
-    """A call for the task's span; yields the metadata that it sends, which is empty without one.
+    """A call for the task's span; yields the metadata that it sends, which is empty without one, and while it is open
+    which trace the span belongs to: the callee's spans could not move with it.
 
     Args:
         method: `Service.Method`.
     """
     with _child(method, _attributes(method)) as span:
-        if span is None:
+        if span is None or not span.trace.is_settled:
             yield ()
             return
         context = span.context

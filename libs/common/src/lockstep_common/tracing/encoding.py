@@ -1,11 +1,10 @@
-"""Spans as a message of OTLP, in protobuf's wire format. The SDK's classes between take five times as long.
+"""Spans in protobuf's wire format, as parts of a message of OTLP. The SDK's classes between take five times as long.
 
-The thread that exports shares Python's lock with the event loop, so its time is taken from requests. A test compares
-the messages with those of the SDK.
+A span is encoded once: what waits for the collector, and what is kept for people, is bytes. A test compares them with
+those of the SDK.
 """
 
 import struct
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
@@ -13,11 +12,9 @@ from lockstep_common.trace_context import TraceContext
 from lockstep_common.tracing.spans import Kind, Shared, Span, Value
 
 _SAME = 1024
-"""Names that are remembered in their encoded form; there are few."""
-_SAME_VALUES = 64
-"""Values of one attribute that are remembered so: most come again and again, and ids and durations never do."""
-_TIMES = struct.Struct("<BQBQ")
-_TIME = struct.Struct("<BQ")
+"""Names, and whole numbers of attributes, that are remembered in their encoded form: most come again and again."""
+_IDS_AND_TIMES = struct.Struct("<H16sH8sBQBQ")
+_TIME = struct.Struct("<Q")
 _FLAGS = struct.Struct("<I")
 _DOUBLE = struct.Struct("<d")
 _OF_RESOURCE, _OF_SPAN, _OF_EVENT = 1, 9, 3
@@ -27,9 +24,8 @@ _INT_MASK = (1 << 64) - 1
 
 # Keys of fields, as in opentelemetry/proto/trace/v1/trace.proto: the number times 8, and 1 for 64 bits, 2 for what has
 # a length, 5 for 32 bits.
-_TRACE_ID = b"\x0a\x10"
-_SPAN_ID = b"\x12\x08"
-_PARENT_ID = b"\x22\x08"
+_TRACE_ID, _SPAN_ID, _PARENT_ID = b"\x0a\x10", b"\x12\x08", b"\x22\x08"
+_BEFORE_TRACE_ID, _BEFORE_SPAN_ID = (int.from_bytes(each, "little") for each in (_TRACE_ID, _SPAN_ID))
 _BEGIN, _END = 0x39, 0x41
 _NO_ERROR, _ERROR = b"\x7a\x00", b"\x7a\x02\x18\x02"
 _HAS_IS_REMOTE, _IS_REMOTE = 0x100, 0x200
@@ -40,45 +36,74 @@ _LINK_FLAGS = b"\x35" + _FLAGS.pack(_HAS_IS_REMOTE | _IS_REMOTE)
 _KINDS = tuple(b"\x30%c" % (kind + 1) for kind in Kind)
 
 
-def encode(spans: Iterable[Span], resource: Mapping[str, Value], scope: str, schema_url: str) -> bytes:
-    """An `ExportTraceServiceRequest`.
-
-    Args:
-        spans: of this process.
-        resource: names the process.
-        scope: names what makes the spans.
-        schema_url: of the names of their attributes.
-    """
-    of_scope = _part(1, _text(1, scope)) + b"".join([_span(span) for span in spans]) + _text(3, schema_url)
-    return _part(1, _part(1, _attributes(_OF_RESOURCE, resource)) + _part(2, of_scope))
-
-
-def _span(span: Span) -> bytes:
-    """A field of the spans of a scope."""
+def encode_span(span: Span) -> bytes:
+    """A span as a field of the spans of a scope."""
     trace = span.trace
+    span_id = span.span_id.to_bytes(8, "big")
     parts = [
-        _TRACE_ID,
-        trace.trace_id.to_bytes(16, "big"),
-        _SPAN_ID,
-        span.span_id.to_bytes(8, "big"),
-        _text(5, span.name),
-        _KINDS[span.kind],
-        _TIMES.pack(_BEGIN, span.begin_ns, _END, span.end_ns),
-        _own(span.attributes),
-        *[shared.encoded or _shared(shared) for shared in span.shared],
-        _ERROR if span.error else _NO_ERROR,
-        _REMOTE_PARENT if span.has_remote_parent else _OWN_PARENT,
+        _IDS_AND_TIMES.pack(
+            _BEFORE_TRACE_ID, trace.id_bytes, _BEFORE_SPAN_ID, span_id, _BEGIN, span.begin_ns, _END, span.end_ns
+        ),
+        _head(span.name, span.kind, span.has_remote_parent, bool(span.error)),
     ]
-    if trace.state:
-        parts.append(_text(3, trace.state))
+    for name, value in span.attributes.copy().items():  # the loop may still add to them
+        if isinstance(value, str):
+            text = value.encode(errors="replace")
+            parts += (_before_text(name, len(text)), text)
+        elif isinstance(value, float):
+            parts += (_before_double(name), _DOUBLE.pack(value))
+        elif type(value) is int:  # not a truth value
+            parts.append(_integer(name, value))
+        else:
+            parts.append(_attribute(_OF_SPAN, name, value))
+    parts += [shared.encoded or _shared(shared) for shared in span.shared]
     if span.parent_id:
         parts += (_PARENT_ID, span.parent_id.to_bytes(8, "big"))
+    if trace.state:
+        parts.append(_text(3, trace.state))
     for name, at_ns, attributes in span.events:
-        of_event = _TIME.pack(0x09, at_ns) + _text(2, name)
-        parts.append(_part(11, of_event + _attributes(_OF_EVENT, attributes) if attributes else of_event))
+        if attributes:
+            of_event = b"\x09" + _TIME.pack(at_ns) + _text(2, name) + _attributes(_OF_EVENT, attributes)
+            parts.append(_part(11, of_event))
+        else:
+            before, after = _around_time(name)
+            parts += (before, _TIME.pack(at_ns), after)
     if span.links:
         parts += [_part(13, _link(link)) for link in span.links]
     return _part(2, b"".join(parts))
+
+
+def encode_resource(resource: Mapping[str, Value]) -> bytes:
+    """What names the process, as a field of the spans of a resource."""
+    return _part(1, _attributes(_OF_RESOURCE, resource))
+
+
+def encode_message(spans: Iterable[bytes], resource: bytes, scope: str, schema_url: str) -> bytes:
+    """An `ExportTraceServiceRequest`.
+
+    Args:
+        spans: of this process, encoded.
+        resource: names the process, encoded.
+        scope: names what makes the spans.
+        schema_url: of the names of their attributes.
+    """
+    of_scope = _part(2, b"".join((_part(1, _text(1, scope)), *spans, _text(3, schema_url))))
+    return _part(1, resource + of_scope)
+
+
+@lru_cache(_SAME)
+def _head(name: str, kind: Kind, has_remote_parent: bool, is_error: bool) -> bytes:
+    """What many spans have alike."""
+    flags = _REMOTE_PARENT if has_remote_parent else _OWN_PARENT
+    return _text(5, name) + _KINDS[kind] + (_ERROR if is_error else _NO_ERROR) + flags
+
+
+@lru_cache(_SAME)
+def _around_time(name: str) -> tuple[bytes, bytes]:
+    """What is before and after the time of an event without attributes."""
+    after = _text(2, name)
+    whole = _part(11, b"\x09" + bytes(_TIME.size) + after)
+    return whole[: -len(after) - _TIME.size], after
 
 
 def _link(linked: TraceContext) -> bytes:
@@ -92,47 +117,31 @@ def _shared(shared: Shared) -> bytes:
     return shared.encoded
 
 
-_known: dict[tuple[tuple[str, Value], type], bytes] = {}
-"""Encoded attributes of spans. With their types, since True, 1 and 1.0 are equal, and are not encoded alike."""
-_values: Counter[str] = Counter()
-"""How many of each name are known."""
+@lru_cache(_SAME)
+def _integer(name: str, value: int) -> bytes:
+    return _attribute(_OF_SPAN, name, value)
 
 
-def _own(attributes: Mapping[str, Value]) -> bytes:
-    """The attributes of one span."""
-    own = dict(attributes)  # another thread may still add to them
-    try:
-        return b"".join(
-            [_known.get(key) or _new(key) for key in zip(own.items(), map(type, own.values()), strict=True)]
-        )
-    except TypeError:  # lists cannot be remembered
-        return _attributes(_OF_SPAN, own)
+@lru_cache(_SAME)
+def _before_double(name: str) -> bytes:
+    """What is before the eight bytes of a number that is an attribute of a span."""
+    return _attribute(_OF_SPAN, name, 0.0)[: -_DOUBLE.size]
 
 
-def _new(key: tuple[tuple[str, Value], type]) -> bytes:
-    """An attribute of a span that is not known."""
-    (name, value), _ = key
-    encoded = _attribute(_OF_SPAN, name, value)
-    if _values[name] < _SAME_VALUES:
-        _values[name] += 1
-        _known[key] = encoded
-    return encoded
+@lru_cache(_SAME)
+def _before_text(name: str, size: int) -> bytes:
+    """What is before the bytes of a text of this size that is an attribute of a span."""
+    whole = _attribute(_OF_SPAN, name, "." * size)
+    return whole[: len(whole) - size]
 
 
 def _attributes(number: int, attributes: Mapping[str, Value]) -> bytes:
-    return b"".join([_attribute(number, name, value) for name, value in dict(attributes).items()])
+    return b"".join([_attribute(number, name, value) for name, value in attributes.items()])
 
 
 def _attribute(number: int, name: str, value: Value) -> bytes:
     """A field of that number with a `KeyValue`."""
-    key = _text(1, name)
-    if isinstance(value, str):
-        text = value.encode(errors="replace")
-        length = len(text)
-        size = len(key) + 4 + length
-        if size < _BYTE:  # as below, in less time: these are ids, which are never the same
-            return b"%c%c%b\x12%c\x0a%c%b" % (number << 3 | 2, size, key, length + 2, length, text)
-    return _part(number, key + _part(2, _value(value)))
+    return _part(number, _text(1, name) + _part(2, _value(value)))
 
 
 def _value(value: Value) -> bytes:

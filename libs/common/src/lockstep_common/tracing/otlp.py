@@ -1,11 +1,11 @@
 """Exports spans by OTLP, with OpenTelemetry's SDK. Import it where tracing is on only: it takes memory and time.
 
-The SDK's exporters connect, retry and read their variables. The messages are made here: from spans of its own kind
-they would take several times as long.
+The SDK's exporters connect, retry and read their variables. They are given spans that are bytes already: from spans of
+their own kind a message would take several times as long.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,9 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from lockstep_common.tracing import names
-from lockstep_common.tracing.encoding import encode
+from lockstep_common.tracing.encoding import encode_message, encode_resource
 from lockstep_common.tracing.options import TraceOptions
-from lockstep_common.tracing.spans import Span, Value
+from lockstep_common.tracing.spans import Value
 
 _METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 _NAME = "lockstep"
@@ -29,11 +29,11 @@ class OtlpExport:
     def __init__(self, options: TraceOptions, resource: Mapping[str, str]) -> None:
         # It warns at each try. The queue logs once that the collector is away, and once that it is back.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
-        self.resource = Resource.create(dict(resource))
-        self._exporter = _exporter(options, self.resource)
+        message = partial(message_of, resource=encode_resource(plain(Resource.create(dict(resource)))))
+        self._exporter = _exporter(options, message)
 
-    def export(self, spans: Sequence[Span]) -> bool:
-        """Export spans, no longer than the options say; whether the collector has them."""
+    def export(self, spans: Sequence[bytes]) -> bool:
+        """Export encoded spans, no longer than the options say; whether the collector has them."""
         own: Sequence[Any] = spans  # where the SDK has its own kind
         return self._exporter.export(own) is SpanExportResult.SUCCESS
 
@@ -43,11 +43,11 @@ class OtlpExport:
 
 
 class _GrpcExporter(GrpcExporter):
-    """Takes the spans as they are."""
+    """Takes spans that are encoded."""
 
-    def __init__(self, options: TraceOptions, resource: Resource) -> None:
+    def __init__(self, options: TraceOptions, message: Callable[[Sequence[bytes]], bytes]) -> None:
         super().__init__(endpoint=options.endpoint, insecure=options.is_insecure, timeout=options.timeout_s)
-        self._given = resource
+        self._message = message
 
     def _initialize_channel_and_stub(self) -> None:
         # As the SDK does, at the start and when the collector was away, but with a stub that takes bytes.
@@ -56,7 +56,7 @@ class _GrpcExporter(GrpcExporter):
         self._client = _BytesStub(self._channel)
 
     def _translate_data(self, data: Sequence[Any]) -> Any:  # bytes where the SDK has its message
-        return encoded(data, self._given)
+        return self._message(data)
 
 
 class _BytesStub:
@@ -66,20 +66,20 @@ class _BytesStub:
         self.Export = channel.unary_unary(_METHOD)
 
 
-def _exporter(options: TraceOptions, resource: Resource) -> SpanExporter:
+def _exporter(options: TraceOptions, message: Callable[[Sequence[bytes]], bytes]) -> SpanExporter:
     if options.protocol == "http":
         from lockstep_common.tracing.otlp_http import HttpExporter  # noqa: PLC0415 - its client takes memory and time
 
-        return HttpExporter(options, partial(encoded, resource=resource))
-    return _GrpcExporter(options, resource)
+        return HttpExporter(options, message)
+    return _GrpcExporter(options, message)
 
 
-def encoded(spans: Sequence[Span], resource: Resource) -> bytes:
+def message_of(spans: Sequence[bytes], resource: bytes) -> bytes:
     """What a collector gets: an `ExportTraceServiceRequest`."""
-    return encode(spans, _plain(resource), _NAME, names.SCHEMA_URL)
+    return encode_message(spans, resource, _NAME, names.SCHEMA_URL)
 
 
-def _plain(resource: Resource) -> dict[str, Value]:
+def plain(resource: Resource) -> dict[str, Value]:
     """The resource's attributes. Detectors that an operator has chosen may give values of further types, as text."""
     found: dict[str, Value] = {}
     for name, value in resource.attributes.items():

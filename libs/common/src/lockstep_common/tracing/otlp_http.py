@@ -10,13 +10,13 @@ from lockstep_common.tracing.options import TraceOptions
 
 
 class HttpExporter(OTLPSpanExporter):
-    """Takes the spans as they are, and sends what `encoded` makes of them."""
+    """Takes spans that are encoded, and sends what `message` makes of them."""
 
-    def __init__(self, options: TraceOptions, encoded: Callable[[Sequence[Any]], bytes]) -> None:
+    def __init__(self, options: TraceOptions, message: Callable[[Sequence[bytes]], bytes]) -> None:
         super().__init__(endpoint=options.http_endpoint, timeout=options.timeout_s)
-        self._encoded = encoded
+        self._message = message
 
     def export(self, spans: Sequence[Any]) -> SpanExportResult:
         """Export spans; no longer than the timeout, with all retries."""
-        is_done = not self._shutdown and self._client.export(self._encoded(spans)).success
+        is_done = not self._shutdown and self._client.export(self._message(spans)).success
         return SpanExportResult.SUCCESS if is_done else SpanExportResult.FAILURE

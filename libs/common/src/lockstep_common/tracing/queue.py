@@ -1,6 +1,6 @@
 """The queue between the services' work and the exporter: bounded, and emptied by a thread of its own.
 
-Putting a span never waits. Nothing here needs OpenTelemetry's SDK.
+Spans are encoded. Putting one never waits. Nothing here needs OpenTelemetry's SDK.
 """
 
 import logging
@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from lockstep_common.tracing import metrics
-from lockstep_common.tracing.spans import Span
 
 logger = logging.getLogger("lockstep.tracing")
 
@@ -18,7 +17,7 @@ MAX_SPANS = 8192
 """Spans that wait for the exporter."""
 BATCH_SPANS = 512
 _EVERY_S = 1.0
-"""Longest time that a span waits for others. An export takes as long as to encode some 80 spans, however few it has."""
+"""Longest time that a span waits for others. However few it has, an export takes as long as to encode 200."""
 _PAUSE_S = 0.5
 """After an export that has failed."""
 
@@ -29,19 +28,22 @@ class SpanQueue:
     Args:
         export: exports a batch in the queue's thread; whether it succeeded. It may take as long as it wants.
         interrupt: called when the queue closes and its time is over: `export` has to return soon.
+        fill: called before an export and when the queue closes: puts what there is.
         max_spans: most spans that wait.
     """
 
     def __init__(
         self,
-        export: Callable[[Sequence[Span]], bool],
+        export: Callable[[Sequence[bytes]], bool],
         interrupt: Callable[[], None] = lambda: None,
+        fill: Callable[[], None] = lambda: None,
         max_spans: int = MAX_SPANS,
     ) -> None:
         self._export = export
         self._interrupt = interrupt
+        self._fill = fill
         self._max_spans = max_spans
-        self._waiting: deque[Span] = deque()
+        self._waiting: deque[bytes] = deque()
         self._wake = threading.Event()
         self._is_closing = False
         self._is_away = False
@@ -51,7 +53,7 @@ class SpanQueue:
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
-    def put(self, spans: list[Span]) -> None:
+    def put(self, spans: list[bytes]) -> None:
         """Add spans; those for which there is no room are counted and lost."""
         waiting = self._waiting
         room = self._max_spans - len(waiting)
@@ -64,6 +66,7 @@ class SpanQueue:
 
     def close(self, timeout_s: float) -> None:
         """Export what waits, no longer than this; the rest is counted as lost."""
+        self._fill()
         self._is_closing = True
         self._wake.set()
         self._thread.join(timeout_s)
@@ -76,12 +79,13 @@ class SpanQueue:
         while not self._is_closing:
             self._wake.wait(_EVERY_S)
             self._wake.clear()
+            self._fill()
             self._empty()
 
     def _empty(self) -> None:
         waiting = self._waiting
         while waiting:
-            batch: list[Span] = []
+            batch: list[bytes] = []
             try:
                 while len(batch) < BATCH_SPANS:
                     batch.append(waiting.popleft())

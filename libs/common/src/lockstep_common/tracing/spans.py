@@ -8,7 +8,7 @@ happens to the request, or until it ends and is dropped.
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from random import Random, SystemRandom
 
@@ -176,6 +176,7 @@ class Trace:
     """The spans of one request in this process."""
 
     __slots__ = (
+        "_decision",
         "_ended",
         "_first_id",
         "_holds",
@@ -183,6 +184,8 @@ class Trace:
         "_parent",
         "_recorded",
         "_tracing",
+        "id_bytes",
+        "is_settled",
         "kept",
         "state",
         "trace_id",
@@ -190,11 +193,16 @@ class Trace:
 
     def __init__(self, tracing: Tracing, trace_id: int, parent: TraceContext | None, kept: Kept | None) -> None:
         self.trace_id = trace_id
+        self.id_bytes = trace_id.to_bytes(16, "big")
         self.kept = kept
         """Why it is kept; None: so far it is not."""
+        self.is_settled = True
+        """Whether its spans stay in it: see `defer`."""
         self.state = "" if parent is None else parent.state
         self._tracing = tracing
         self._parent = parent
+        self._decision: Kept | None = None
+        """Why it is kept if it stays a trace of its own, while that is open."""
         self._holds = 1
         self._recorded = 0
         self._first_id = 0
@@ -204,8 +212,8 @@ class Trace:
 
     @property
     def hex_id(self) -> str:
-        """Its id as text; a format takes five times as long."""
-        return self.trace_id.to_bytes(16, "big").hex()
+        """Its id as text."""
+        return self.id_bytes.hex()
 
     @property
     def kept_id(self) -> int:
@@ -249,13 +257,18 @@ class Trace:
         span.end_ns = end_ns if end_ns > span.begin_ns else span.begin_ns
         if error:
             span.error = span.attributes[names.ERROR_TYPE] = error
+        self._take(span)
+
+    def _take(self, span: Span) -> None:
+        """Export a span that has ended, or let it wait for the decision."""
         self._recorded += 1
         if not self._holds:
             return  # what ends after its request tells nothing about it
+        is_decided = self.kept is not None and self.is_settled
         is_beyond = self._recorded > MAX_SPANS and span.span_id != self._first_id
-        if is_beyond or (self.kept is None and self._tracing.waiting >= MAX_WAITING_SPANS):
+        if is_beyond or (not is_decided and self._tracing.waiting >= MAX_WAITING_SPANS):
             metrics.SPANS.labels("limit").inc()
-        elif self.kept is not None:
+        elif is_decided:
             self._tracing.export([span])
         else:
             self._ended.append(span)
@@ -265,12 +278,55 @@ class Trace:
         """Keep the trace; the first reason counts. Contexts that are passed on from now on say so."""
         if self.kept is None:
             self.kept = why
-            self._flush()
+            if self.is_settled:
+                self._flush()
 
     def keep_if_slow(self, seconds: float) -> None:
         """Keep the trace if this is longer than a request may take to its first token or to its end."""
         if seconds > self._tracing.slow_s:
             self.keep(Kept.SLOW)
+
+    def defer(self) -> None:
+        """Leave open which trace the spans belong to: until `join`, or `settle`, none is exported. To be called before
+        its first span ends.
+        """
+        self.is_settled, self._decision, self.kept = False, self.kept, None
+
+    def settle(self) -> None:
+        """It stays the trace that it began as, if that was open."""
+        if not self.is_settled:
+            self.is_settled = True
+            self.kept = self.kept or self._decision
+            if self.kept is not None:
+                self._flush()
+
+    def join(self, first: Span, parent: TraceContext, running: Span | None = None) -> None:
+        """Move its spans to another trace, which decides what is kept. It must be open which trace they belong to.
+
+        Args:
+            first: of its spans, the one that all others are below. It becomes the child of `parent`, and gets a link to
+                the caller's span, if there is one.
+            parent: a span of the other trace.
+            running: the first span of the other trace in this process, if it goes on here; None: it does not.
+        """
+        other = None if running is None else running.trace
+        if other is None or not other._holds:
+            is_kept = parent.is_sampled or (other is not None and other.kept is not None)
+            other = self._tracing.trace(replace(parent, is_sampled=is_kept))
+        else:
+            other.hold()
+        ended, self._ended = self._ended, []
+        self._tracing.waiting -= len(ended)
+        if self._parent is not None:
+            first.link(self._parent)
+        first.trace, first.parent_id = other, parent.span_id
+        first.has_remote_parent = running is None or running.span_id != parent.span_id
+        other._first_id = other._first_id or first.span_id
+        for span in ended:
+            span.trace = other
+            other._take(span)
+        if self.kept is not None:
+            other.keep(self.kept)
 
     @property
     def is_full(self) -> bool:

@@ -49,10 +49,11 @@ class Record:
         finally:
             self.trace.note_write(began_ns)
 
-    def join(self, traceparent: str) -> None:
-        """Let its trace refer to that of the request which began its stream; `traceparent` is that one's."""
+    def come_back(self) -> None:
+        """It asks for the stream of an earlier request, whose trace it will join."""
+        self.resumed = True
         if self.trace is not None:
-            self.trace.join(traceparent)
+            self.trace.trace.defer()
 
     def release_body(self) -> None:
         """Return the body's memory to the budget."""

@@ -97,6 +97,7 @@ class Generating:
         run.logs = logs
         async with self._host.run(prepared, account, observe=partial(self._note, run, prepared)) as generation:
             run.record, run.tokenizer, run.generation = record, prepared.tokenizer, generation
+            run.trace = prepared.journals[0].trace
             run.prepared.set()
             if run.is_taken:
                 metrics.TAKEOVERS.labels("continued").inc()

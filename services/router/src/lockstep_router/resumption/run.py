@@ -18,6 +18,7 @@ from lockstep_router.resumption.endings import taken
 from lockstep_router.settings import RouterSettings
 from lockstep_router.tenants import Account
 from lockstep_router.text.tokenizer import Tokenizer
+from lockstep_router.traces import RequestTrace
 
 _ID_BYTES = 16
 
@@ -68,6 +69,8 @@ class Run:
         self.logs: list[ChoiceLog] = []
         self.generation: Generation | None = None
         """While it runs."""
+        self.trace: RequestTrace | None = None
+        """Of its streams; None: they have none, or do not run yet."""
         self._failovers = 0
         self.outcome: Outcome | None = None
         self.prepared = asyncio.Event()

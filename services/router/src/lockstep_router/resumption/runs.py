@@ -23,6 +23,7 @@ from lockstep_router.resumption.reading import Reading, Source, check_position
 from lockstep_router.resumption.readings import Readings
 from lockstep_router.resumption.run import Host, Run
 from lockstep_router.tenants import Account
+from lockstep_router.traces import join_stream
 
 for _outcome in ("running", "finished", "not_found", "invalid", "refused"):
     metrics.RESUMES.labels(_outcome)  # from 0
@@ -253,6 +254,7 @@ class Runs:
                 position = check_position(after, stored)
                 if self._settings.exact_failover == "strict" and not is_exact(unproven(stored, self._host), position):
                     raise not_found()
+            join_stream(stored.record.traceparent)  # first: the call that takes it is a part of its trace
             run = Run(owner, request_id)
             arrival = self._attach(run, account, is_own=True)
             self._runs[request_id] = run
@@ -267,6 +269,7 @@ class Runs:
             raise not_found()
         tokenizer = self._host.tokenizer(stored.record.tokenizer_digest)
         arrival, record = asyncio.Event(), stored.record
+        join_stream(record.traceparent)
         self._readings.add(arrival, record.request_id, record.owner, account, is_own=False)
         return await _begin(
             Reading(
@@ -291,6 +294,8 @@ class Runs:
         except BaseException:
             self._detach(run, arrival)
             raise
+        if is_resumed:
+            join_stream(run.record.traceparent, run.trace)
         source: Source = _Followed(run, arrival)
         reading = Reading(
             run.record,

@@ -272,7 +272,7 @@ class Inference:
 
     async def _resume(self, call: _Progress) -> None:
         record = call.record
-        record.resumed = True
+        record.come_back()
         await record.account.admit_reading()
         message = _parse(inference_pb2.ResumeRequest, await self._small(call))
         owner = owner_of(self._origin(call))
@@ -387,7 +387,6 @@ class Inference:
     async def _answer(self, reading: Reading, call: _Progress, owner: str) -> None:
         record = call.record
         request_id = record.request_id = reading.record.request_id
-        record.join(reading.record.traceparent)
         call.owner = owner
         with closing(reading):
             try:

@@ -123,7 +123,7 @@ def _add_resuming(app: FastAPI) -> None:
     async def resume(request: Request, stream_id: str) -> Response:
         """Give the answer of a resumable request after the last event that the client has."""
         record = request.state.record
-        record.resumed = True
+        record.come_back()
         await record.account.admit_reading()
         after = last_event(request.headers, request.query_params)
         owner = owner_of(_origin(request))

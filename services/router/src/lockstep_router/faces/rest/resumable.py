@@ -130,7 +130,6 @@ async def answer_resumed(
 
 async def _write(router: Router, reading: Reading, record: Record, client: Client) -> None:
     style, record.resumed = reading.record.style, reading.is_resumed
-    record.join(reading.record.traceparent)
     if not reading.is_resumed:
         record.prompt_tokens = reading.record.prompt_tokens
     headers = {STREAM_HEADER: reading.record.request_id}

@@ -276,7 +276,7 @@ class Session:
 
     async def _resume(self, message: Resume, request: _Request) -> None:
         record = request.record
-        record.resumed = True
+        record.come_back()
         await record.account.admit_reading()
         given = message.last_event_id
         after = None if given is None else After.parse(given, "last_event_id")
@@ -286,7 +286,6 @@ class Session:
     async def _answer(self, reading: Reading, request: _Request) -> None:
         record, client_id = request.record, to_json(request.client_id)
         record.request_id, request.has_stream = reading.record.request_id, True
-        record.join(reading.record.traceparent)
         with closing(reading):
             try:
                 await self._socket.send(messages.started(request.client_id, record.request_id))

@@ -1,0 +1,51 @@
+"""Spans that have ended and are not encoded yet. A few wait for each other: the second and all further ones of a batch
+take a third of the time of one that is encoded by itself, since the processor has the code and its tables at hand.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from lockstep_common.tracing import metrics
+from lockstep_common.tracing.encoding import encode_span
+from lockstep_common.tracing.spans import Span
+
+logger = logging.getLogger("lockstep.tracing")
+
+BATCH_SPANS = 64
+"""They are encoded in the event loop, in about 0.2 ms."""
+
+
+class SpanBatch:
+    """A batch of spans, and who gets them when they are encoded.
+
+    Args:
+        takers: are called with encoded spans, in the event loop or in the thread that calls `encode`. None may wait.
+    """
+
+    def __init__(self, *takers: Callable[[list[bytes]], None]) -> None:
+        self.takers = list(takers)
+        self._spans: deque[Span] = deque()
+
+    def add(self, spans: list[Span]) -> None:
+        """Add spans, and encode all if they are enough."""
+        self._spans.extend(spans)
+        if len(self._spans) >= BATCH_SPANS:
+            self.encode()
+
+    def encode(self) -> None:
+        """Encode what there is, in any thread. A span that cannot be encoded is counted and lost."""
+        spans, encoded = self._spans, []
+        while spans:
+            try:
+                span = spans.popleft()
+            except IndexError:  # another thread has it
+                break
+            try:
+                encoded.append(encode_span(span))
+            except Exception as error:
+                metrics.SPANS.labels("failed").inc()
+                logger.warning("a span cannot be encoded", extra={"error": type(error).__name__})
+        if encoded:
+            for take in self.takers:
+                take(encoded)
