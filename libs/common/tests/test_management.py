@@ -63,6 +63,15 @@ async def test_answers_on_every_path():
         assert (await ask(port, "/nowhere"))[0] == 404
 
 
+async def test_nothing_of_it_is_left_after_its_end():
+    before = set(threading.enumerate())
+    async with managed("127.0.0.1", 0, READY, liveness_timeout_s=30) as port:
+        (accepting,) = {thread for thread in threading.enumerate() if thread.name == "management"} - before
+    assert not accepting.is_alive()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 30)
+
+
 @pytest.mark.parametrize(
     ("head", "statuses"),
     [

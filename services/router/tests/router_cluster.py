@@ -102,7 +102,7 @@ class Cluster:
         # To load the system's certificates, which plain HTTP does not need, takes 30 ms.
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, verify=False) as client:
             yield client
-        server.should_exit = True
+        server.end()
         await serving
 
 

@@ -242,6 +242,14 @@ async def test_new_connection_does_not_hold_up_the_end(cluster):
         assert await all_of(reader) == b""
 
 
+async def test_answers_have_the_date_of_their_second(cluster):
+    async with cluster.over_http() as client:
+        first = (await client.get("/healthz")).headers["date"]
+        async with asyncio.timeout(30):
+            while (await client.get("/healthz")).headers["date"] == first:
+                await asyncio.sleep(0.05)
+
+
 async def test_line_ends_between_requests_keep_no_connection_open(make_cluster, monkeypatch):
     monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.3)
     cluster = await make_cluster(1)

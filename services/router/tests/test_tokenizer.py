@@ -17,6 +17,22 @@ def test_bytes_of_tokens_add_up_to_the_text(tokenizer):
     assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
 
 
+def test_text_of_a_token_is_what_the_library_makes_of_it(tokenizer):
+    texts = {token_id: tokenizer.token_text(token_id) for token_id in range(VOCAB_SIZE + 10)}
+    known = {token_id: text for token_id, text in texts.items() if text is not None}
+    assert len(known) > VOCAB_SIZE / 2
+    assert known == {token_id: tokenizer.decode([token_id]) for token_id in known}
+
+
+def test_token_with_characters_that_stand_for_no_byte_is_taken_as_it_is():
+    content = json.loads(tokenizer_files().tokenizer_json)
+    token = "\u0120\u20ac"  # a space as GPT-2's table writes it, and a character that the table does not have
+    content["model"]["vocab"][token] = unusual = max(content["model"]["vocab"].values()) + 1
+    tokenizer = Tokenizer(worker_pb2.TokenizerFiles(digest="x", tokenizer_json=json.dumps(content).encode()))
+    assert tokenizer.token_text(unusual) == tokenizer.decode([unusual]) == token
+    assert tokenizer.token_bytes(unusual) == token.encode()
+
+
 def test_special_tokens_have_their_name_and_unknown_ones_nothing(tokenizer):
     assert tokenizer.token_bytes(1) == b"</s>"
     assert tokenizer.token_bytes(VOCAB_SIZE + 1) == b""

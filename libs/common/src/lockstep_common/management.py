@@ -59,7 +59,8 @@ SLOWEST_BYTES_PER_S = 1 << 18
 
 _BEAT_S = 0.25
 ASK_TIMEOUT_S = 1.5  # below the timeouts of probes, so that they get an answer from a busy process
-_POLL_S = 0.1
+_END_S = 1.0
+"""Longest wait for the thread that accepts connections to end; nothing keeps it longer than a moment."""
 
 Value = TypeVar("Value")
 
@@ -157,12 +158,13 @@ async def reporting(reports: Reports, *, liveness_timeout_s: float) -> AsyncIter
 async def served(host: str, port: int, answers: Answers, *, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
     """Serve management requests with these answers; yields the port. Arguments and errors as for `managed`."""
     server = _Server(host, port, answers, tls)
-    thread = Thread(target=server.serve_forever, args=(_POLL_S,), name="management", daemon=True)
+    thread = Thread(target=server.accept_all, name="management", daemon=True)
     thread.start()
     try:
         yield server.port
     finally:
-        await asyncio.to_thread(server.shutdown)
+        server.end()
+        await asyncio.to_thread(thread.join, _END_S)
         server.server_close()
 
 
@@ -267,6 +269,7 @@ class _Server(ThreadingMixIn, TCPServer):
         """Connections, the oldest first, and whether they have sent their request."""
         self._lock = Lock()
         self._next_at = 0.0
+        self._has_ended = False
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
@@ -277,6 +280,19 @@ class _Server(ThreadingMixIn, TCPServer):
     def port(self) -> int:
         """The port that the server listens on."""
         return int(self.server_address[1])
+
+    def accept_all(self) -> None:
+        """Serve until `end`. Unlike `serve_forever` it never looks in between whether to end: ten times a second, that
+        would take the processor and Python's lock from the loop, which has them for each step of its streams.
+        """
+        while not self._has_ended:
+            self.handle_request()
+
+    def end(self) -> None:
+        """Accept no more."""
+        self._has_ended = True
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for a connection
 
     def get_request(self) -> tuple[Any, Any]:
         """Accept a connection. Its TLS handshake runs in its own thread."""

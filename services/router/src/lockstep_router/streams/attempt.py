@@ -168,10 +168,13 @@ class Attempt:
             now: the awake clock's time, in seconds.
             worker: what the worker has shown of its progress.
         """
-        if self.tokens != self._checked_tokens:
+        tokens = len(self._journal.emitted_ids) - self._first
+        if tokens != self._checked_tokens:
             # The clock has stood still since the last check.
-            self._progress_at, self._checked_tokens = max(self._progress_at, self._checked_at), self.tokens
+            self._progress_at, self._checked_tokens = max(self._progress_at, self._checked_at), tokens
         self._checked_at = now
+        if self.is_running and now - self._progress_at <= self._deadlines.shortest_s:
+            return  # as almost always; what follows comes to the same
         step_s = worker.step_deadline_s + _STEP_MARGIN_S if worker.step_deadline_s else 0.0
         first_token_s = max(self._deadlines.first_token_s, step_s)
         if not self.is_running:
@@ -183,8 +186,8 @@ class Attempt:
                 self._progress_at = now
         idle_s = now - self._progress_at
         if idle_s > first_token_s:
-            self.lose(Loss.INTER_TOKEN_DEADLINE if self.tokens else Loss.FIRST_TOKEN_DEADLINE)
-        elif self.tokens and min(idle_s, now - worker.stepped_at) > max(self._deadlines.inter_token_s, step_s):
+            self.lose(Loss.INTER_TOKEN_DEADLINE if tokens else Loss.FIRST_TOKEN_DEADLINE)
+        elif tokens and min(idle_s, now - worker.stepped_at) > max(self._deadlines.inter_token_s, step_s):
             self.lose(Loss.INTER_TOKEN_DEADLINE)
 
     def _close_lane(self) -> None:

@@ -79,7 +79,7 @@ class Tokenizer:
         """Whether its files put special tokens around a text. To ask for them takes time even if there are none."""
         self.token_bytes = functools.lru_cache(maxsize=1 << 16)(self._token_bytes)
         self.token_text = functools.lru_cache(maxsize=1 << 16)(self._token_text)
-        self.pieces = Pieces(self.token_text)
+        self.pieces = Pieces(self._token_text)
         """The texts of tokens as JSON."""
 
     def _add_template(self, source: str, config: dict[str, Any]) -> None:
@@ -233,7 +233,10 @@ class Tokenizer:
         if token_id in self._added_ids:
             return str(token).encode()
         if self._byte_level:
-            return b"".join(_byte_of_char().get(char, char.encode()) for char in token)
+            try:
+                return bytes(map(_byte_of_char().__getitem__, token))
+            except KeyError:  # the library takes such a token as it is
+                return token.encode()
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
 
@@ -243,8 +246,11 @@ class Tokenizer:
         """
         if not self.is_concatenation or token_id in self._added_ids:
             return None
-        text, raw = self.decode([token_id]), self.token_bytes(token_id)
-        return text if text and text.encode() == raw and not text.endswith(REPLACEMENT) else None
+        try:
+            text = self._token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            return None
+        return text if text and not text.endswith(REPLACEMENT) else None
 
 
 def _map_inputs(
@@ -262,12 +268,11 @@ def _map_inputs(
 
 
 @functools.cache
-def _byte_of_char() -> dict[str, bytes]:
+def _byte_of_char() -> dict[str, int]:
     """The inverse of GPT-2's table of printable stand-ins for bytes (Radford et al. 2019, `bytes_to_unicode`)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
-    chars = {chr(byte): bytes([byte]) for byte in printable}
-    return chars | {chr(256 + index): bytes([byte]) for index, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 def _has_byte_level(decoder: dict[str, Any] | None) -> bool:

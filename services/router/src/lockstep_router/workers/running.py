@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from lockstep_api.v1 import worker_pb2
@@ -33,6 +34,11 @@ class Deadlines:
     inter_token_s: float
     next_wait_s: float
     """Longest wait in the worker's queue after the stream was preempted."""
+
+    @cached_property
+    def shortest_s(self) -> float:
+        """A stream whose last token, or whose start, is no longer ago has kept all of them."""
+        return min(self.first_token_s, self.inter_token_s)
 
 
 class RunningAttempt(Protocol):
