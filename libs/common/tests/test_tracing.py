@@ -23,7 +23,7 @@ from lockstep_common.tracing import (
     setup_tracing,
     spans,
 )
-from lockstep_common.tracing.batch import BATCH_SPANS, SpanBatch
+from lockstep_common.tracing.batch import BATCH_PARTS, SpanBatch
 from lockstep_common.tracing.calls import calling
 from lockstep_common.tracing.encoding import encode_resource, encode_span
 from lockstep_common.tracing.kept import KeptSpans
@@ -616,15 +616,27 @@ def test_a_batch_is_encoded_when_it_is_full_or_wanted() -> None:
     taken: list[bytes] = []
     batch = SpanBatch(taken.extend)
     trace = Tracing(ratio=1.0, slow_s=1.0, export=batch.add).trace()
-    for _ in range(BATCH_SPANS - 1):
+    for _ in range(BATCH_PARTS - 1):
         trace.end(trace.begin("attempt"))
     assert taken == []
     trace.end(trace.begin("attempt"))
-    assert len(taken) == BATCH_SPANS
+    assert len(taken) == BATCH_PARTS
     trace.end(trace.begin("attempt"))
     batch.encode()
     batch.encode()
-    assert len(taken) == BATCH_SPANS + 1
+    assert len(taken) == BATCH_PARTS + 1
+
+
+def test_events_count_in_a_batch() -> None:
+    taken: list[bytes] = []
+    trace = Tracing(ratio=1.0, slow_s=1.0, export=SpanBatch(taken.extend).add).trace()
+    for _ in range(2):
+        assert taken == []
+        span = trace.begin("decode")
+        for number in range(BATCH_PARTS // 2):
+            span.event("step", {names.TOKENS: number})
+        trace.end(span)
+    assert len(taken) == 2
 
 
 def test_threads_that_encode_at_once_lose_and_double_nothing() -> None:

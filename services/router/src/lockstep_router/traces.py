@@ -181,7 +181,8 @@ def begin_request(tracing: Tracing | None, headers: Mapping[str, str]) -> Reques
     """The trace of a request with these headers, by names in lower case; None: there are no traces."""
     if tracing is None:
         return None
-    context = TraceContext.parse(headers.get("traceparent", ""), headers.get("tracestate", ""))
+    given = headers.get("traceparent")
+    context = None if given is None else TraceContext.parse(given, headers.get("tracestate", ""))
     request = RequestTrace(tracing.trace(context))
     CURRENT.set(request.root)  # what the task calls, and the tasks that it starts, is for this request
     return request

@@ -53,7 +53,7 @@ def encode_span(span: Span) -> bytes:
         elif isinstance(value, float):
             parts += (_before_double(name), _DOUBLE.pack(value))
         elif type(value) is int:  # not a truth value
-            parts.append(_integer(name, value))
+            parts.append(_integer(_OF_SPAN, name, value))
         else:
             parts.append(_attribute(_OF_SPAN, name, value))
     parts += [shared.encoded or _shared(shared) for shared in span.shared]
@@ -118,8 +118,8 @@ def _shared(shared: Shared) -> bytes:
 
 
 @lru_cache(_SAME)
-def _integer(name: str, value: int) -> bytes:
-    return _attribute(_OF_SPAN, name, value)
+def _integer(number: int, name: str, value: int) -> bytes:
+    return _attribute(number, name, value)
 
 
 @lru_cache(_SAME)
@@ -136,7 +136,9 @@ def _before_text(name: str, size: int) -> bytes:
 
 
 def _attributes(number: int, attributes: Mapping[str, Value]) -> bytes:
-    return b"".join([_attribute(number, name, value) for name, value in attributes.items()])
+    return b"".join(
+        [(_integer if type(value) is int else _attribute)(number, name, value) for name, value in attributes.items()]
+    )
 
 
 def _attribute(number: int, name: str, value: Value) -> bytes:

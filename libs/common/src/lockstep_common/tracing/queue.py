@@ -16,7 +16,7 @@ logger = logging.getLogger("lockstep.tracing")
 MAX_SPANS = 8192
 """Spans that wait for the exporter."""
 BATCH_SPANS = 512
-_EVERY_S = 1.0
+_EVERY_S = 2.0
 """Longest time that a span waits for others. However few it has, an export takes as long as to encode 200."""
 _PAUSE_S = 0.5
 """After an export that has failed."""

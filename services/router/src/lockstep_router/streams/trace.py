@@ -110,10 +110,11 @@ class _Recorded(StreamTrace):
         """Note the choice and what it was made by."""
         journal, facts = self._journal, link.facts
         ready = workers.ready(journal.model, journal.digest, grammars=journal.has_grammar)
-        numerics = journal.numerics(link.fingerprint, link.grammar_engine)
         if len(ready) <= 1:
             reason = "only_candidate"
-        elif journal.fingerprint is not None and journal.can_continue_exactly(numerics):
+        elif journal.fingerprint is not None and journal.can_continue_exactly(
+            journal.numerics(link.fingerprint, link.grammar_engine)
+        ):
             reason = "continues_exactly"
         else:
             reason = "policy"
