@@ -26,7 +26,7 @@ def parse_traceparent(text: str) -> str:
     The form is that of W3C Trace Context level 1, section 3.2: version 00 has four parts, a later version may have
     more, and ids of zeros are invalid. The specification requires that a malformed value is ignored, so it is no error.
     """
-    match = _TRACEPARENT.fullmatch(text) if len(text) <= _MAX_CHARS else None
+    match = _TRACEPARENT.fullmatch(text) if 0 < len(text) <= _MAX_CHARS else None
     if match is None:
         return ""
     version, trace_id, parent_id, _, extras = match.groups()

@@ -5,7 +5,7 @@ nothing here runs for a token: a stream writes when it begins, is sent, starts, 
 Times are those of the event loop, in seconds.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -122,7 +122,8 @@ class History:
         self._streams: dict[str, StreamRecord] = {}
         """By their ids, in the order in which they began; those that run too."""
         self.moves: deque[Move] = deque(maxlen=MAX_MOVES)
-        self._sessions: Counter[str] = Counter()
+        self._sessions: dict[str, int] = {}
+        """Streams in progress of each session that has any."""
         self._began = 0
         self._moved = 0
         self._with_works: deque[AttemptRecord] = deque()
@@ -150,7 +151,7 @@ class History:
         if len(self._streams) >= MAX_STREAMS:
             del self._streams[next(iter(self._streams))]
         self._streams[stream.stream_id] = stream
-        self._sessions[session] += 1
+        self._sessions[session] = self._sessions.get(session, 0) + 1
 
     def end(self, session: str) -> None:
         """Note that a stream of a session has ended."""

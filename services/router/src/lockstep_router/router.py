@@ -33,7 +33,7 @@ from lockstep_router.journals import JournalStore, MemoryJournalStore, MirroredJ
 from lockstep_router.memory import MemoryTrimmer
 from lockstep_router.output import ModelFormats
 from lockstep_router.resumption import Runs
-from lockstep_router.running import Admission, CountingPrompts, RunningRequest
+from lockstep_router.running import Admission, CountingPrompts, RunningRequest, UnsentAnswer
 from lockstep_router.settings import RouterSettings
 from lockstep_router.tenants import Account, KeyFile, TenantLimits
 from lockstep_router.tenants.shared_storage import open_storage
@@ -320,16 +320,9 @@ class Router:
         """
         return Admission(self, account)
 
-    @contextmanager
-    def holding(self, answer: Iterable[bytes | bytearray]) -> Iterator[None]:
+    def holding(self, answer: Iterable[bytes | bytearray]) -> UnsentAnswer:
         """Count the memory of a whole answer, which is kept until it is sent."""
-        # Choices share the JSON of an echoed prompt.
-        size_bytes = sum(map(len, {id(piece): piece for piece in answer}.values()))
-        self._other_bytes += size_bytes
-        try:
-            yield
-        finally:
-            self._other_bytes -= size_bytes
+        return UnsentAnswer(self, answer)
 
     def check_answers(self) -> None:
         """Refuse another copy of a whole answer that is kept if those that are being sent have taken all the room.

@@ -3,6 +3,7 @@
 Written as classes: a context manager of `contextlib` costs a few microseconds, and each request has several.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from lockstep_common.errors import ErrorCode, LockstepError
@@ -41,6 +42,21 @@ class Admission:
         if not self._router.requests:
             self._router._note_requests()
         self._account.give_back(1)
+
+
+class UnsentAnswer:
+    """A whole answer that is kept until it is sent."""
+
+    def __init__(self, router: "Router", answer: Iterable[bytes | bytearray]) -> None:
+        self._router = router
+        # Choices share the JSON of an echoed prompt.
+        self._size_bytes = sum(map(len, {id(piece): piece for piece in answer}.values()))
+
+    def __enter__(self) -> None:
+        self._router._other_bytes += self._size_bytes
+
+    def __exit__(self, *_: object) -> None:
+        self._router._other_bytes -= self._size_bytes
 
 
 class CountingPrompts:

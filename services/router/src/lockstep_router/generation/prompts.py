@@ -187,7 +187,7 @@ def _chars_of_turn(turn: Turn) -> int:
 
 def check_ids(ids: Sequence[int], card: worker_pb2.ModelCard, field: str) -> None:
     """Raise INVALID_REQUEST for ids that are no tokens of the model."""
-    if max(ids, default=0) < card.vocab_size:
+    if not ids or max(ids) < card.vocab_size:
         return
     index, token_id = next((index, each) for index, each in enumerate(ids) if each >= card.vocab_size)
     raise invalid(f"{field}[{index}]", f"is {token_id}, outside the vocabulary of {card.vocab_size}")

@@ -4,6 +4,7 @@ A message in a frame, and frames in one message, differ from the message itself 
 own classes copy what is put into them: a Submit, with all of its prompt, once for each layer.
 """
 
+import functools
 from collections.abc import Sequence
 
 from google.protobuf.message import Message
@@ -11,6 +12,8 @@ from lockstep_api.v1 import worker_pb2
 
 _LENGTH_DELIMITED = 2
 """Protobuf's wire type of messages."""
+_MAX_VARINTS = 1024
+"""Lengths that are kept in their form: most frames have one of few."""
 
 
 def _tag(descriptor: object, field: str) -> bytes:
@@ -18,6 +21,7 @@ def _tag(descriptor: object, field: str) -> bytes:
     return _varint(number << 3 | _LENGTH_DELIMITED)
 
 
+@functools.lru_cache(_MAX_VARINTS)
 def _varint(value: int) -> bytes:
     out = bytearray()
     while value > 0x7F:
