@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 import time
@@ -11,6 +12,7 @@ import httpx
 from lockstep_router.faces.grpc.server import GrpcServer
 from lockstep_router.policies import RequestFacts
 from lockstep_router.server import Server, http_config
+from lockstep_router.text.pieces import Pieces
 from lockstep_router.text.tokenizer import Tokenizer
 from scripted_worker import token_at, tokenizer_files
 
@@ -29,12 +31,23 @@ class FailingTokenizer(Tokenizer):
     def __init__(self, files, decodings):
         super().__init__(files)
         self._decodings = decodings
+        token_text = self.token_text
+
+        @functools.cache
+        def counted(token_id):
+            self._count()
+            return token_text(token_id)
+
+        self.token_text, self.pieces = counted, Pieces(counted)
 
     def decode(self, ids):
+        self._count()
+        return super().decode(ids)
+
+    def _count(self):
         self._decodings -= 1
         if self._decodings < 0:
             raise RuntimeError("secret detail")
-        return super().decode(ids)
 
 
 class Cluster:
