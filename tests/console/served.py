@@ -119,5 +119,5 @@ class Served:
             await eventually(lambda: server.started, DEADLINE_S)
             self._up.set()
             await self._down.wait()
-            server.should_exit = True
+            server.end()
             await serving

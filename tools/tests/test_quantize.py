@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lockstep_common.errors import LockstepError
 from lockstep_engine import EngineConfig
 from lockstep_engine.kernels import cpu
 from lockstep_engine.model_config import inspect_model
@@ -222,6 +223,15 @@ def test_gptq_keeps_the_outputs_better_than_rounding():
     assert max(error.values()) < 0.8 * plain
     nothing = to_int4_by_hessian(weight, torch.zeros(64, 64), 32, torch.float16)
     assert torch.equal(nothing.codes, nearest.codes)
+
+
+def test_a_head_over_the_budget_is_named_before_any_layer_is_tried(tmp_path):
+    path, _ = make("llama", tmp_path)
+    folder, scratch, notes = directory(tmp_path / "made"), directory(tmp_path / "scratch"), []
+    recipe = Recipe("gptq", 32, head="int8")
+    with pytest.raises(LockstepError, match=r"head int8 alone changes the perplexity by .*; the budget is -50"):
+        automatic.choose(model_of(path), folder, scratch, recipe, WINDOWS, WINDOWS, -0.5, notes.append)
+    assert notes == ["all layers in gptq", "all layers in int8"]
 
 
 def test_the_automatic_choice_mixes_layers_within_the_budget(tmp_path):

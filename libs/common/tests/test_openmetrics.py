@@ -10,7 +10,7 @@ from prometheus_client.openmetrics.exposition import ALLOWUTF8, generate_latest
 from prometheus_client.samples import Exemplar
 
 VALUES = (0, 1, 7, 128, 1234567.0, 12345678901.5, 1e21, 1e-9, 0.1 + 0.2, -2.5, math.inf, -math.inf, math.nan)
-TEXTS = ("plain", "", 'a "quoted" \\ text', "two\nlines", "ü", "{}", " # ")
+TEXTS = ("plain", "", 'a "quoted" \\ text', "two\nlines", "one\rline", "\x0b\x1c\x85\u2028", "ü", "{}", " # ")
 
 
 class Families:

@@ -289,7 +289,7 @@ class _Server(ThreadingMixIn, TCPServer):
             self.handle_request()
 
     def end(self) -> None:
-        """Accept no more."""
+        """Accept no more. Outside Linux `shutdown` may not wake the thread; it then ends with the process."""
         self._has_ended = True
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for a connection

@@ -17,7 +17,7 @@ CONTENT_TYPE = exposition.CONTENT_TYPE_LATEST
 _MAX_SERIES = 16_384
 """Whose names are remembered; a process has some hundred."""
 _END = "# EOF\n"
-_ANY_VALUE = "0.0\n"
+_ANY_VALUE = "0.0"
 
 
 def openmetrics_text(registry: Collector) -> bytes:
@@ -49,7 +49,7 @@ def _series(name: str, labels: tuple[tuple[str, str], ...]) -> str:
     """How the lines of a series begin."""
     metric = Metric("any", "", "unknown")
     metric.add_sample(name, dict(labels), 0.0)
-    return _written(metric).splitlines(keepends=True)[-1].removesuffix(_ANY_VALUE)
+    return _written(metric).removesuffix("\n").rpartition("\n")[2].removesuffix(_ANY_VALUE)
 
 
 def _example(exemplar: Exemplar) -> str:

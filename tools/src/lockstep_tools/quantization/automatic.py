@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from lockstep_common.errors import invalid
 from lockstep_engine import EngineConfig
 from lockstep_engine.model_config import inspect_model
 from lockstep_engine.quantized.tensors import Tensors
@@ -61,6 +62,9 @@ def choose(
         recipe: group size, order and head; its scheme is not used.
         calibration, held_out: windows of tokens [windows, tokens], of different parts of a text.
         budget: by how much the perplexity of `held_out` may rise, as a share of that in float.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, the head alone takes more than the budget.
     """
     candidates: dict[str, Made] = {}
     sources: dict[str, Checkpoint | None] = {"float": None}
@@ -81,6 +85,9 @@ def choose(
     base = math.log(model.perplexity(held_out))
     unmixed = base if head is None else loss(["float"] * count)
     allowed = base + math.log1p(budget)
+    if unmixed > allowed:
+        rise = math.expm1(unmixed - base)
+        raise invalid("head", f"{recipe.head} alone changes the perplexity by {rise:+.2%}; the budget is {budget:.2%}")
     levels, measured = ["gptq"] * count, 0.0
     measured = loss(levels)
     for upper, lower in zip(LEVELS[1:], LEVELS, strict=False):

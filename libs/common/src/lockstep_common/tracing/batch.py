@@ -27,6 +27,7 @@ class SpanBatch:
         self.takers = list(takers)
         self._spans: deque[Span] = deque()
         self._parts = 0
+        self._has_warned = False
 
     def add(self, spans: list[Span]) -> None:
         """Add spans, and encode all if they are enough."""
@@ -48,7 +49,9 @@ class SpanBatch:
                 encoded.append(encode_span(span))
             except Exception as error:
                 metrics.SPANS.labels("failed").inc()
-                logger.warning("a span cannot be encoded", extra={"error": type(error).__name__})
+                if not self._has_warned:
+                    self._has_warned = True
+                    logger.warning("spans cannot be encoded", extra={"error": type(error).__name__})
         if encoded:
             for take in self.takers:
                 take(encoded)

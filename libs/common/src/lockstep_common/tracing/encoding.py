@@ -60,7 +60,7 @@ def encode_span(span: Span) -> bytes:
     if span.parent_id:
         parts += (_PARENT_ID, span.parent_id.to_bytes(8, "big"))
     if trace.state:
-        parts.append(_text(3, trace.state))
+        parts.append(_part(3, trace.state.encode()))  # a client may send any number of them
     for name, at_ns, attributes in span.events:
         if attributes:
             of_event = b"\x09" + _TIME.pack(at_ns) + _text(2, name) + _attributes(_OF_EVENT, attributes)

@@ -303,7 +303,8 @@ class Trace:
                 self._flush()
 
     def join(self, first: Span, parent: TraceContext, running: Span | None = None) -> None:
-        """Move its spans to another trace, which decides what is kept. It must be open which trace they belong to.
+        """Move its spans to another trace, which decides what is kept. It must be open which trace they belong to, and
+        no span but `first` may be running.
 
         Args:
             first: of its spans, the one that all others are below. It becomes the child of `parent`, and gets a link to

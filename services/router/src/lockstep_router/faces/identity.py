@@ -2,7 +2,6 @@
 logged.
 """
 
-import functools
 import hashlib
 import math
 import re
@@ -22,8 +21,6 @@ _MAX_SESSION_CHARS = 256
 _TIMEOUT_HEADER = "X-Request-Timeout"
 _TIMEOUT_NAME = _TIMEOUT_HEADER.lower()
 MAX_TIMEOUT_S = 86_400.0
-_MAX_ADDRESSES = 1024
-"""Addresses of clients whose names are kept."""
 
 
 @dataclass(slots=True)
@@ -63,7 +60,6 @@ def caller(origin: Origin, user: str | None) -> Caller:
     )
 
 
-@functools.lru_cache(_MAX_ADDRESSES)
 def anonymous_tenant(address: str) -> str:
     """A tenant name for all clients without a key at one address; empty without an address.
 
