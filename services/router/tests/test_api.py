@@ -212,14 +212,14 @@ def test_impossible_tokens_have_a_finite_logprob(tokenizer, logprob):
 async def test_stop_string_ends_the_stream_and_its_worker(cluster):
     whole = cluster.undisturbed("hello world", 7, 12)
     ids = [token_at(cluster.tokenizer.encode("hello world"), 7, position) for position in range(12)]
-    for worker in cluster.workers:
-        worker.script = Script(delay_s=0.01)
     stop = whole[9:13]
+    needed = next(n for n in range(13) if stop in cluster.tokenizer.decode(ids[:n]))
+    for worker in cluster.workers:
+        worker.script = Script(hang_after=needed)
     body = (await cluster.complete(stop=stop)).json()
     cut = whole.index(stop)
     assert body["choices"][0]["text"] == whole[:cut]
     assert body["choices"][0]["finish_reason"] == "stop"
-    needed = next(n for n in range(13) if stop in cluster.tokenizer.decode(ids[:n]))
     assert body["usage"]["completion_tokens"] == needed
     worker, _ = cluster.worker_of("user:u")
     await eventually(lambda: worker.cancels)
