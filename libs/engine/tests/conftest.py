@@ -17,3 +17,14 @@ def ordered_products(monkeypatch):
     import ordered  # noqa: PLC0415 - it loads Triton
 
     ordered.install(monkeypatch)
+
+
+@pytest.fixture
+def without_kernels():
+    """The twins of the CPU kernels in torch."""
+    from lockstep_engine.kernels import cpu  # noqa: PLC0415 - it loads torch
+
+    before = cpu.build or "off"
+    cpu.use("off")
+    yield
+    cpu.use(before)

@@ -10,7 +10,6 @@ from in_process import InProcessGroup
 from lockstep_engine.attention_torch import TorchAttention
 from lockstep_engine.config import HotWindow
 from lockstep_engine.kernel_check import compare
-from lockstep_engine.kernels import cpu
 from transformers import AutoModelForCausalLM
 
 PROMPT = [5, 9, 12, 250, 77, 3, 8, 100, 42, 7, 19, 23, 64, 128, 200, 31, 6, 2, 90]
@@ -72,14 +71,6 @@ def test_a_window_that_the_models_own_code_does_not_have_is_none(tmp_path):
     group = InProcessGroup(path, 1)
     assert group.models[0].module.config.sliding_window == 8
     assert (group.logits(ids.tolist(), 0) - expected).abs().max() <= 1e-4
-
-
-@pytest.fixture
-def without_kernels():
-    before = cpu.build or "off"
-    cpu.use("off")
-    yield
-    cpu.use(before)
 
 
 TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}

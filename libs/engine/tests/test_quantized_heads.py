@@ -39,14 +39,6 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def without_kernels():
-    before = cpu.build or "off"
-    cpu.use("off")
-    yield
-    cpu.use(before)
-
-
 def rows(out, inside, seed=0):
     return packers.scaled(out, inside, shape=(out, 1), seed=seed)
 

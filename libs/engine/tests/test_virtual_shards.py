@@ -18,14 +18,6 @@ MODEL = Path(__file__).parents[3] / "models/reference"
 KERNELS = pytest.mark.skipif(cpu.build is None, reason="torch's products depend on a matrix's width")
 
 
-@pytest.fixture
-def without_kernels():
-    before = cpu.build or "off"
-    cpu.use("off")
-    yield
-    cpu.use(before)
-
-
 def group(path, tp, **options):
     return InProcessGroup(path, tp, shards=4, **options)
 
