@@ -268,12 +268,13 @@ JAEGER = {
 }
 
 
-def test_a_jaeger_is_asked_by_trace_and_by_request():
+def test_a_jaeger_is_asked_by_trace_by_request_and_by_stream():
     asked = []
 
     def answer(request):
         asked.append(request.url)
-        return httpx.Response(200, json=JAEGER)
+        is_stream = "r-1" in request.url.params.get("tags", "")
+        return httpx.Response(200, json={"data": []} if is_stream and len(asked) == 3 else JAEGER)
 
     client = httpx.Client(transport=httpx.MockTransport(answer))
     (found,) = from_jaeger(client, "http://j", TRACE)
@@ -283,6 +284,10 @@ def test_a_jaeger_is_asked_by_trace_and_by_request():
     assert from_jaeger(client, "http://j", "req-1") == [found]
     assert asked[0].path == f"/api/traces/{TRACE}"
     assert json.loads(asked[1].params["tags"]) == {"lockstep.request_id": "req-1"}
+    assert from_jaeger(client, "http://j", "r-1") == [found]
+    assert [json.loads(url.params["tags"]) for url in asked[2:]] == [
+        {"lockstep.request_id": "r-1"}, {"lockstep.stream": "r-1"},
+    ]  # fmt: skip
     assert of_jaeger({"data": None}) == []
 
 

@@ -46,7 +46,7 @@ def span(span_id, parent_id, name, begin_ms, end_ms, trace_id=TRACE, **attribute
     }
 
 
-REQUEST = span("01", "", "request", 0, 200, **{names.REQUEST_ID: text("req-1")})
+REQUEST = span("01", "", "request", 0, 200, **{names.REQUEST_ID: text("req-1"), names.STREAM: text("r-1")})
 ATTEMPT = span(
     "02", "01", "attempt", 10, 200, **{names.ATTEMPT: {"intValue": "1"}, names.WORKER: text("w0"), "x": {}}
 ) | {"status": {"code": 2}}
@@ -76,6 +76,7 @@ def test_a_request_is_found_in_the_files_of_a_collector(written):
         exported(ATTEMPT, REQUEST),
     )
     found = from_file(path, "req-1")
+    assert from_file(path, "r-1") == found
     assert [(each.span_id, each.parent_id, each.process) for each in found] == [
         ("03", "02", "worker w0"),
         ("02", "01", "router vm-1"),

@@ -247,8 +247,10 @@ async def test_a_resumed_client_joins_the_trace_of_its_stream(make_cluster, head
     cluster = await make_cluster()
     spans = trace(cluster)
     begun = await cluster.complete(stream=True, resumable=True)
-    await cluster.client.get(f"/v1/streams/{begun.headers['x-lockstep-stream-id']}", headers=headers)
+    stream_id = begun.headers["x-lockstep-stream-id"]
+    await cluster.client.get(f"/v1/streams/{stream_id}", headers=headers)
     first, second = named(spans, "request")
+    assert first.all_attributes["lockstep.stream"] == second.all_attributes["lockstep.stream"] == stream_id
     assert first.links == ()
     assert (second.context.trace_id, second.parent_id) == (first.context.trace_id, first.span_id)
     assert second.has_remote_parent, "the context is that of the journal"

@@ -188,6 +188,12 @@ def begin_request(tracing: Tracing | None, headers: Mapping[str, str]) -> Reques
     return request
 
 
+def name_stream(stream_id: str) -> None:
+    """Note the resumable stream that the task's request reads: clients know it by this id."""
+    if (reader := CURRENT.get()) is not None:
+        reader.attributes[names.STREAM] = stream_id
+
+
 def join_stream(traceparent: str, running: RequestTrace | None = None) -> None:
     """The task's request reads what another request began. If it came back for that, its spans join the other one's
     trace; else it was begun for its own sake (with an idempotency key), and gets a link.

@@ -25,11 +25,12 @@ from lockstep_tools.trace.spans import Span
 
 DESCRIPTION = """\
 Draw where a request's time went: router, attempts on workers, queue, prefill, decode, and each rank. REQUEST is the
-X-Request-ID of the answer, or the id of a trace. The spans come from the memory of the running services, which keep the
-newest ones of the traces that are kept, from a Jaeger, or from a file: OTLP in JSON, a message a line, as a collector's
-file exporter writes it, or the JSON that a Jaeger gives. Traces have to be on: with a collector in the settings, or
-with OTEL_TRACES_EXPORTER=memory in the services' environment. Which are kept: those that failed, were slow or moved to
-another worker, and a part of the others (trace_ratio): a tenth by default, all with OTEL_TRACES_EXPORTER=memory."""
+X-Request-ID of the answer, the id of a resumable stream, or that of a trace. The spans come from the memory of the
+running services, which keep the newest ones of the traces that are kept, from a Jaeger, or from a file: OTLP in JSON, a
+message a line, as a collector's file exporter writes it, or the JSON that a Jaeger gives. Traces have to be on: with a
+collector in the settings, or with OTEL_TRACES_EXPORTER=memory in the services' environment. Which are kept: those that
+failed, were slow or moved to another worker, and a part of the others (trace_ratio): a tenth by default, all with
+OTEL_TRACES_EXPORTER=memory."""
 
 EXAMPLES = """\
   lockstep trace 4f0c2a9b1d7e
@@ -43,7 +44,9 @@ _MAX_ID_CHARS = 64
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument(
-        "request", metavar="REQUEST", help="X-Request-ID or id of an answer, or the 32 digits of a trace"
+        "request",
+        metavar="REQUEST",
+        help="X-Request-ID or id of an answer, the id of a stream, or the 32 digits of a trace",
     )
     parser.add_argument(
         "--url", default=DEFAULT_MANAGEMENT_URL, help="the router's management port (default: %(default)s)"

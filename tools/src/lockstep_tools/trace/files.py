@@ -20,16 +20,16 @@ _MAX_SPANS = 4096
 
 
 def from_file(path: Path, wanted: str) -> list[Span]:
-    """The spans of a trace, or of all traces of a request's id.
+    """The spans of a trace, or of all traces of the id of a request or a stream.
 
-    The file is read twice: a request's id is in one span of its trace only.
+    The file is read twice: such an id is in some spans of its trace only.
 
     Raises:
         CommandError: the file cannot be read, or is of neither form.
     """
     traces = {wanted} if is_trace_id(wanted) else set()
     for span in _spans(path):
-        if span.attributes.get(names.REQUEST_ID) == wanted:
+        if names.is_called(span.attributes, wanted):
             traces.add(span.trace_id)
     found: dict[tuple[str, str], Span] = {}
     for span in _spans(path) if traces else ():

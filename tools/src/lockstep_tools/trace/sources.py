@@ -29,7 +29,7 @@ def is_trace_id(text: str) -> bool:
 def from_services(client: httpx.Client, processes: Sequence[Process], wanted: str) -> tuple[list[Span], list[str]]:
     """The spans that processes have kept, and remarks on those that cannot tell.
 
-    The router knows requests by their ids; the workers' spans are found by the trace that it names.
+    The router knows requests and streams by their ids; the workers' spans are found by the trace that it names.
     """
     remarks: dict[str, str] = {}
     found = _asked(client, processes, wanted, remarks)
@@ -56,14 +56,17 @@ def from_jaeger(client: httpx.Client, url: str, wanted: str) -> list[Span]:
     if is_trace_id(wanted) and (found := _of_jaeger(client, f"{url}/api/traces/{wanted}", url)):
         return found
     now_s = time.time()
-    query = {
-        "service": "lockstep-router",
-        "tags": json.dumps({names.REQUEST_ID: wanted}),
-        "start": int((now_s - _LOOKBACK_S) * 1e6),
-        "end": int(now_s * 1e6),
-        "limit": 5,
-    }
-    return _of_jaeger(client, f"{url}/api/traces?{urlencode(query)}", url)
+    for name in (names.REQUEST_ID, names.STREAM):
+        query = {
+            "service": "lockstep-router",
+            "tags": json.dumps({name: wanted}),
+            "start": int((now_s - _LOOKBACK_S) * 1e6),
+            "end": int(now_s * 1e6),
+            "limit": 5,
+        }
+        if found := _of_jaeger(client, f"{url}/api/traces?{urlencode(query)}", url):
+            return found
+    return []
 
 
 def _of_jaeger(client: httpx.Client, page: str, url: str) -> list[Span]:

@@ -1,7 +1,7 @@
 """The newest spans of kept traces in this process, for people who have no collector, or none that answers.
 
-They are given by the id of their trace, or by the id of a request as clients see it, on the management port. They are
-kept in the form that the collector gets, which takes a quarter of the memory of the objects.
+They are given by the id of their trace, or by the id of a request or a stream as clients see it, on the management
+port. They are kept in the form that the collector gets, which takes a quarter of the memory of the objects.
 """
 
 from collections import deque
@@ -35,11 +35,11 @@ class KeptSpans:
         self._spans.extend(spans)
 
     def find(self, wanted: str) -> dict[str, Any]:
-        """The spans of a trace or of a request, as JSON types; no spans: it is not known here."""
+        """The spans of a trace, of a request or of a stream, as JSON types; no spans: it is not known here."""
         self._fill()
         spans = self._spans.copy()
         named = _decoded(span for span in spans if wanted.encode(errors="replace") in span)
-        traces = {span["trace_id"] for span in named if span["attributes"].get(names.REQUEST_ID) == wanted}
+        traces = {span["trace_id"] for span in named if names.is_called(span["attributes"], wanted)}
         if _is_trace_id(wanted):
             traces.add(wanted)
         ids = [bytes.fromhex(trace_id) for trace_id in traces]

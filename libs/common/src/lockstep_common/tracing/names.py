@@ -5,6 +5,9 @@ Attributes hold numbers, ids that the platform made, a request's id, which clien
 and words of bounded sets. They never hold prompts, outputs, keys, users, sessions or messages of errors.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.43.0"
 """The version of the conventions."""
 
@@ -41,6 +44,7 @@ KEPT_BECAUSE = "lockstep.trace.kept_because"
 CLIENT_WAIT_S = "lockstep.client.wait_s"
 CLIENT_WAITS = "lockstep.client.waits"
 STREAM = "lockstep.stream"
+"""The stream of an attempt, or the resumable one that a request reads."""
 CANDIDATES = "lockstep.route.candidates"
 POLICY = "lockstep.route.policy"
 REASON = "lockstep.route.reason"
@@ -63,3 +67,8 @@ COMPUTE_S = "lockstep.rank.compute_s"
 COLLECTIVE_S = "lockstep.rank.collective_s"
 PEER_WAIT_S = "lockstep.rank.peer_wait_s"
 PLAN_WAIT_S = "lockstep.rank.plan_wait_s"
+
+
+def is_called(attributes: Mapping[str, Any], wanted: str) -> bool:
+    """Whether a span with these attributes is of a request or a stream with this id."""
+    return wanted in (attributes.get(REQUEST_ID), attributes.get(STREAM))

@@ -23,7 +23,7 @@ from lockstep_router.resumption.reading import Reading, Source, check_position
 from lockstep_router.resumption.readings import Readings
 from lockstep_router.resumption.run import Host, Run
 from lockstep_router.tenants import Account
-from lockstep_router.traces import join_stream
+from lockstep_router.traces import join_stream, name_stream
 
 for _outcome in ("running", "finished", "not_found", "invalid", "refused"):
     metrics.RESUMES.labels(_outcome)  # from 0
@@ -269,6 +269,7 @@ class Runs:
             raise not_found()
         tokenizer = self._host.tokenizer(stored.record.tokenizer_digest)
         arrival, record = asyncio.Event(), stored.record
+        name_stream(record.request_id)
         join_stream(record.traceparent)
         self._readings.add(arrival, record.request_id, record.owner, account, is_own=False)
         return await _begin(
@@ -317,6 +318,7 @@ class Runs:
 
     def _attach(self, run: Run, account: Account, *, is_own: bool) -> asyncio.Event:
         arrival = asyncio.Event()
+        name_stream(run.request_id)
         self._readings.add(arrival, run.request_id, run.owner, account, is_own=is_own)
         run.readers[arrival] = asyncio.get_running_loop().time()
         if run.timer is not None:
