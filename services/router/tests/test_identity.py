@@ -24,7 +24,9 @@ def test_key_is_hashed():
     assert identity.tenant({"authorization": "Bearer other"}) != name
 
 
-@pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", "Basic dXNlcjpwYXNz", "secret"])
+@pytest.mark.parametrize(
+    "value", ["", "Bearer", "Bearer ", "Basic dXNlcjpwYXNz", "secret", "Bearer EMPTY", "bearer  not-needed "]
+)
 def test_other_authorization_is_no_tenant(value):
     assert identity.tenant({"authorization": value}) == ""
 
@@ -82,6 +84,7 @@ TENANTS = pytest.mark.parametrize(
         ({"trusted_proxies": "10.0.0.0/8"}, {"x-forwarded-for": "10.0.0.1"}, identity.anonymous_tenant("127.0.0.1")),
         ({"anonymous_cache": "shared"}, {}, ""),
         ({}, {"authorization": "Bearer k"}, identity.tenant({"authorization": "Bearer k"})),
+        ({}, {"authorization": "Bearer EMPTY"}, identity.anonymous_tenant("127.0.0.1")),
     ],
 )
 

@@ -21,6 +21,12 @@ _MAX_SESSION_CHARS = 256
 _TIMEOUT_HEADER = "X-Request-Timeout"
 _TIMEOUT_NAME = _TIMEOUT_HEADER.lower()
 MAX_TIMEOUT_S = 86_400.0
+_PLACEHOLDERS = frozenset(
+    ("empty", "none", "null", "dummy", "fake", "unused", "not-needed", "no-key", "sk-no-key-required", "token-abc123")
+)
+"""What the documentation of OpenAI-compatible servers gives for a key, because clients insist on one. Everybody sends
+these: as a tenant they would share one prefix cache, and one worker.
+"""
 
 
 @dataclass(slots=True)
@@ -118,11 +124,12 @@ def owner_of(origin: Origin) -> str:
 
 
 def tenant(headers: Mapping[str, str]) -> str:
-    """A hash of the API key, which names the tenant; empty without a key."""
+    """A hash of the API key, which names the tenant; empty without a key and for a common placeholder."""
     given = headers.get("authorization")
     if not given:
         return ""
     scheme, _, key = given.partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
+    key = key.strip()
+    if scheme.lower() != "bearer" or not key or key.lower() in _PLACEHOLDERS:
         return ""
-    return hashlib.blake2b(key.strip().encode("utf-8", "surrogateescape"), digest_size=16, person=b"tenant").hexdigest()
+    return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16, person=b"tenant").hexdigest()
