@@ -92,7 +92,7 @@ class Cluster:
     @contextlib.asynccontextmanager
     async def over_grpc(self, **options):
         """A channel to a real gRPC server; the router's setting `grpc_port` is 0."""
-        server = GrpcServer(self.router, self.app.state.bodies, self.app.state.parsing)
+        server = GrpcServer(self.router, self.app.state.bodies, self.app.state.turns)
         await server.start()
         self.grpc_address = f"127.0.0.1:{server.port}"
         given = [(name.replace("__", "."), value) for name, value in options.items()]

@@ -202,7 +202,7 @@ async def test_health_watches_are_bounded(make_cluster, monkeypatch):
 
 
 async def test_health_watches_end_with_the_server(cluster):
-    server = GrpcServer(cluster.router, cluster.app.state.bodies, cluster.app.state.parsing)
+    server = GrpcServer(cluster.router, cluster.app.state.bodies, cluster.app.state.turns)
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())

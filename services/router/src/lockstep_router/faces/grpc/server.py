@@ -13,9 +13,9 @@ from lockstep_common.errors import cannot_listen
 from lockstep_common.health_service import Health
 
 from lockstep_router.faces.bodies import BodyBudget
+from lockstep_router.faces.body_turns import BodyTurns
 from lockstep_router.faces.grpc.inbound import Inbound
 from lockstep_router.faces.grpc.service import SERVICE, Inference
-from lockstep_router.faces.parsing import Parsing
 from lockstep_router.router import Router
 from lockstep_router.settings import RouterSettings
 
@@ -37,7 +37,7 @@ class GrpcServer:
     Args:
         router: the router.
         bodies: where messages count.
-        parsing: the turns of large messages.
+        turns: in which messages are parsed.
         credentials: of TLS; None: plain text.
 
     Raises:
@@ -45,11 +45,11 @@ class GrpcServer:
     """
 
     def __init__(
-        self, router: Router, bodies: BodyBudget, parsing: Parsing, credentials: grpc.ServerCredentials | None = None
+        self, router: Router, bodies: BodyBudget, turns: BodyTurns, credentials: grpc.ServerCredentials | None = None
     ) -> None:
         settings = router.settings
         arriving = max(_MIN_ARRIVING, settings.max_bodies_bytes // settings.max_body_bytes)
-        inference = Inference(router, Inbound(bodies, arriving, settings.body_timeout_s), parsing)
+        inference = Inference(router, Inbound(bodies, arriving, settings.body_timeout_s), turns)
         self._server = grpc.aio.server(
             interceptors=(_Interceptor(inference),),
             options=_options(settings),

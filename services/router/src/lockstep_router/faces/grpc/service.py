@@ -21,6 +21,7 @@ from lockstep_api.v1 import inference_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
 
 from lockstep_router.faces.access import Call, report
+from lockstep_router.faces.body_turns import BodyTurns
 from lockstep_router.faces.forwarded import ForwardedClients
 from lockstep_router.faces.grpc.caller import (
     ROUTER_METADATA,
@@ -65,7 +66,6 @@ from lockstep_router.faces.openai.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from lockstep_router.faces.parsing import Parsing
 from lockstep_router.generation.embedding import Embedding, EmbeddingRequest
 from lockstep_router.generation.request import Caller, GenerationRequest, PromptSource
 from lockstep_router.generation.style import Style
@@ -130,10 +130,10 @@ _Behaviour = Callable[[_Progress], Awaitable[None]]
 class Inference:
     """The service's behaviours."""
 
-    def __init__(self, router: Router, inbound: Inbound, parsing: Parsing) -> None:
+    def __init__(self, router: Router, inbound: Inbound, turns: BodyTurns) -> None:
         self._router = router
         self._inbound = inbound
-        self._parsing = parsing
+        self._turns = turns
         self._describing = 0
         proxies = router.settings.trusted_proxies
         self._forwarded = ForwardedClients(proxies) if proxies else None
@@ -234,7 +234,7 @@ class Inference:
         # A request with a key may be answered by an earlier one, which is among the tenant's streams.
         await (record.account.admit() if given_key is None else record.account.admit_reading())
         raw, record.body = await self._inbound.read(call.context, call.sender)
-        wanted = await self._parsing.run(len(raw), partial(self._wanted, raw, given_key, call))
+        wanted = await self._turns.run(len(raw), partial(self._wanted, raw, given_key, call))
         del raw
         starting = self._router.runs.start(
             wanted.request, record.account, wanted.style, owner=wanted.owner, key=wanted.key
@@ -366,7 +366,7 @@ class Inference:
         """What `parse` makes of the message, which counts in the budget until it is released."""
         await call.record.account.admit()
         raw, call.record.body = await self._inbound.read(call.context, call.sender)
-        return await self._parsing.run(len(raw), partial(parse, raw))
+        return await self._turns.run(len(raw), partial(parse, raw))
 
     async def _small(self, call: _Progress) -> bytes:
         """A message of a few bytes, which is not kept."""

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from lockstep_router.faces.bodies import BodyBudget
+from lockstep_router.faces.body_turns import BodyTurns
 from lockstep_router.faces.idempotency import scope_of
 from lockstep_router.faces.identity import Origin, owner_of
 from lockstep_router.faces.openai.completions import tokenize_source
@@ -24,7 +25,6 @@ from lockstep_router.faces.openai.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from lockstep_router.faces.parsing import Parsing
 from lockstep_router.faces.rest.access import AccessMiddleware
 from lockstep_router.faces.rest.answers import answer_ids, answer_text
 from lockstep_router.faces.rest.console import add_console
@@ -68,7 +68,7 @@ def create_app(router: Router) -> FastAPI:
     settings = router.settings
     app.state.router = router
     app.state.bodies = BodyBudget(settings.max_bodies_bytes, settings.bodies_bytes_per_s, router.memory)
-    app.state.parsing = Parsing()
+    app.state.turns = BodyTurns()
     app.add_exception_handler(LockstepError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     _add_generation(app)
@@ -80,6 +80,7 @@ def create_app(router: Router) -> FastAPI:
     app.direct = DirectFace(
         router,
         app.state.bodies,
+        app.state.turns,
         access,
         {path: (endpoint, routes[path]) for path, endpoint in ENDPOINTS.items()},
     )
@@ -87,7 +88,7 @@ def create_app(router: Router) -> FastAPI:
     _add_models(app)
     _add_tokens(app)
     _add_operation(app)
-    add_stream(app, router, app.state.bodies, app.state.parsing)
+    add_stream(app, router, app.state.bodies, app.state.turns)
     if settings.console == "public":
         add_console(app, router)
     describe(app)
@@ -227,12 +228,12 @@ async def _generate(request: Request, endpoint: Endpoint) -> Response:
     run: Callable[[bytearray], Answer] = partial(
         endpoint.answer, _router(request), origin=_origin(request), record=request.state.record
     )
-    return _live(request, await request.app.state.parsing.run(len(content), partial(run, content)))
+    return _live(request, await request.app.state.turns.run(len(content), partial(run, content)))
 
 
 async def _body(request: Request, model: type[Model]) -> Model:
     content, max_values = await _content(request), _router(request).settings.max_body_values
-    parsed: Model = await request.app.state.parsing.run(
+    parsed: Model = await request.app.state.turns.run(
         len(content), partial(parse, model, content, max_values=max_values)
     )
     return parsed

@@ -34,7 +34,7 @@ for _status in (400, 408, 431, 503):
     metrics.REFUSED_CONNECTIONS.labels(str(_status))  # from 0
 _MAX_HEADERS = 128
 MAX_DIRECT_BYTES = 64 << 10
-"""Largest body of a request that is served without ASGI's messages: reading it takes no pacing, parsing it no turn."""
+"""Largest body of a request that is served without ASGI's messages: reading it takes no pacing."""
 _SLICE_BYTES = 16 << 10
 """Bytes parsed at a time, so that input which is expensive to parse is refused before all of it is parsed."""
 _MAX_LATE_BYTES = 64 << 10

@@ -13,6 +13,7 @@ import msgspec
 from starlette.types import Scope, Send
 
 from lockstep_router.faces.bodies import BodyBudget
+from lockstep_router.faces.body_turns import BodyTurns
 from lockstep_router.faces.identity import Origin
 from lockstep_router.faces.openai.completions import (
     chat_request,
@@ -97,18 +98,25 @@ class DirectFace:
     """Serves requests that have arrived in one piece, for the server that has such connections."""
 
     def __init__(
-        self, router: Router, bodies: BodyBudget, access: AccessMiddleware, routes: dict[str, tuple[Endpoint, Any]]
+        self,
+        router: Router,
+        bodies: BodyBudget,
+        turns: BodyTurns,
+        access: AccessMiddleware,
+        routes: dict[str, tuple[Endpoint, Any]],
     ) -> None:
         """Make the face.
 
         Args:
             router: serves the requests.
             bodies: the budget that all bodies share.
+            turns: in which all bodies are parsed.
             access: wraps each request.
             routes: by path, the endpoint and FastAPI's route of it.
         """
         self._router = router
         self._bodies = bodies
+        self._turns = turns
         self._access = access
         self._routes = routes
         self.paths = {path.encode(): path for path in routes}
@@ -150,8 +158,10 @@ class DirectFace:
         await admit(record, scope["path"], fields)
         content = channel.take_body()
         record.body = self._bodies.take(len(content), max_bytes=self._router.settings.max_body_bytes)
-        run = endpoint.answer(self._router, content, origin_of(scope, fields, record, self._router), record)
+        origin = origin_of(scope, fields, record, self._router)
+        parse = partial(endpoint.answer, self._router, content, origin, record)
+        run = await self._turns.run(len(content), parse)
         # Neither the body nor the request is kept while the answer is computed.
         computation = run(client)
-        del content, run
+        del content, parse, run
         await computation

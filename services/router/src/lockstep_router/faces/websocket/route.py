@@ -6,7 +6,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lockstep_router.faces.bodies import BodyBudget
-from lockstep_router.faces.parsing import Parsing
+from lockstep_router.faces.body_turns import BodyTurns
 from lockstep_router.faces.websocket.handshake import EXTENSION, PATH, Connection, shake_hands
 from lockstep_router.faces.websocket.session import Client, Session
 from lockstep_router.faces.websocket.socket import Socket, SocketLimits
@@ -16,7 +16,7 @@ from lockstep_router.settings import RouterSettings
 _SWITCHING_STATUS = 101
 
 
-def add_stream(app: FastAPI, router: Router, bodies: BodyBudget, parsing: Parsing) -> None:
+def add_stream(app: FastAPI, router: Router, bodies: BodyBudget, turns: BodyTurns) -> None:
     """Serve WebSockets at `/v1/stream`."""
 
     @app.get(PATH, response_class=Response, responses={_SWITCHING_STATUS: {"description": "The WebSocket is open."}})
@@ -32,7 +32,7 @@ def add_stream(app: FastAPI, router: Router, bodies: BodyBudget, parsing: Parsin
         connection.switch(socket, head)
         request.state.record.status = _SWITCHING_STATUS
         address = "" if request.client is None else request.client.host
-        return _Serving(Session(router, socket, parsing, Client(request.headers, address, request.state.record.access)))
+        return _Serving(Session(router, socket, turns, Client(request.headers, address, request.state.record.access)))
 
 
 class _Serving(Response):

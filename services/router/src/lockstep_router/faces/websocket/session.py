@@ -14,6 +14,7 @@ from pydantic_core import to_json
 
 from lockstep_router.faces.access import NOBODY, Call, report
 from lockstep_router.faces.bodies import Reservation
+from lockstep_router.faces.body_turns import BodyTurns
 from lockstep_router.faces.idempotency import idempotency_key, scope_of
 from lockstep_router.faces.identity import Origin, owner_of
 from lockstep_router.faces.openai.chunks import chunks_of
@@ -23,7 +24,6 @@ from lockstep_router.faces.openai.format import usage_body
 from lockstep_router.faces.openai.responses.requests import responses_request, responses_style
 from lockstep_router.faces.openai.responses.schemas import ResponsesRequest
 from lockstep_router.faces.openai.schemas import ChatCompletionRequest, CompletionRequest
-from lockstep_router.faces.parsing import Parsing
 from lockstep_router.faces.record import Record
 from lockstep_router.faces.websocket import messages
 from lockstep_router.faces.websocket.handshake import PATH
@@ -79,10 +79,10 @@ class _Request:
 class Session:
     """Serves one socket until it closes."""
 
-    def __init__(self, router: Router, socket: Socket, parsing: Parsing, client: Client) -> None:
+    def __init__(self, router: Router, socket: Socket, turns: BodyTurns, client: Client) -> None:
         self._router = router
         self._socket = socket
-        self._parsing = parsing
+        self._turns = turns
         self._client = client
         self._requests: dict[str, _Request] = {}
         self._is_draining = False
@@ -110,14 +110,14 @@ class Session:
         began, record = time.perf_counter(), self._record(message.reservation)
         call = Call("websocket", PATH, "GET")
         try:
-            data = await self._parsing.run(
+            data = await self._turns.run(
                 len(message.text), lambda: parse_object(message.text, self._router.settings.max_body_values)
             )
             client_id = id_of(data)
             match client_message(data):
                 case Generate() as generate:
                     call = Call("websocket", _ENDPOINTS[generate.endpoint], "GET")
-                    self._begin(generate.id, partial(self._generate, generate), record, call)
+                    self._begin(generate.id, partial(self._generate, generate, len(message.text)), record, call)
                     is_begun = True
                 case Resume() as resume:
                     call = Call("websocket", _STREAMS_ENDPOINT, "GET")
@@ -254,13 +254,15 @@ class Session:
         access = record.access = self._router.keys.renew(self._client.access)
         record.account, record.key_id = self._router.limits.account(access.tenant), access.key_id
 
-    async def _generate(self, message: Generate, request: _Request) -> None:
+    async def _generate(self, message: Generate, size_bytes: int, request: _Request) -> None:
         record = request.record
         # A request with a key may be answered by an earlier one, which is among the tenant's streams.
         await (record.account.admit() if message.idempotency_key is None else record.account.admit_reading())
         # A client that does not want to come back has no use for what goes on without it.
         request.is_unwanted = message.body.get("resumable") is False
-        generation_request, style, key = self._generation_request(message, record)
+        generation_request, style, key = await self._turns.run(
+            size_bytes, partial(self._generation_request, message, record)
+        )
         starting = self._router.runs.start(
             generation_request, record.account, style, owner=self._owner(record), key=key
         )
