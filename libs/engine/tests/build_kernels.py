@@ -68,12 +68,12 @@ class Kernels:
         triton_norm.add_rms_norm(self.empty(4, width), None, self.empty(width), 1e-5)
         triton_norm.add_rms_norm(self.empty(4, width), self.empty(4, width), self.empty(width), 1e-5)
         triton_gate.silu_mul(self.empty(4, 4 * width))
-        layer, slots = self.cache.layer(0), torch.zeros(4, dtype=torch.int64)
+        layer, cells = self.cache.layer(0), torch.zeros(4, dtype=torch.int64)
         keys = self.empty(4, self.kv_heads, self.dim).transpose(0, 1)
-        triton_store.store(layer, keys, keys, slots)
+        triton_store.store(layer, keys, keys, cells)
         for norms in (None, (self.empty(self.dim), self.empty(self.dim))):
             qkv, angles = self.empty(4, (self.heads + 2 * self.kv_heads) * self.dim), self.empty(4, self.dim)
-            triton_store.rotate_store(layer, qkv, angles, angles, slots, heads=self.heads, norms=norms)
+            triton_store.rotate_store(layer, qkv, angles, angles, cells, heads=self.heads, norms=norms)
         triton_compress.compress(self.cache.cold_layers(0), torch.zeros(4, 2, dtype=torch.int32))
         self.launch_sampling()
 

@@ -18,7 +18,7 @@ def make(layers=2, kv_heads=3, head_dim=10, dtype=torch.float32):
 @pytest.mark.parametrize(("kv_heads", "head_dim", "dtype"), [(3, 10, torch.float32), (1, 64, torch.bfloat16)])
 @pytest.mark.parametrize("seed", range(3))
 def test_gather_returns_what_was_stored(seed, kv_heads, head_dim, dtype):
-    """A few steps, each with tokens in random slots (later ones overwrite), against a dictionary."""
+    """A few steps, each with tokens in random cells (later ones overwrite), against a dictionary."""
     torch.manual_seed(seed)
     chooser = np.random.default_rng(seed)
     cache = make(kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
@@ -26,10 +26,10 @@ def test_gather_returns_what_was_stored(seed, kv_heads, head_dim, dtype):
     model = {}
     for _ in range(6):
         for layer in range(2):
-            slots = chooser.choice(BLOCKS * BLOCK_SIZE, size=11, replace=False)
+            cells = chooser.choice(BLOCKS * BLOCK_SIZE, size=11, replace=False)
             keys, values = torch.randn(2, kv_heads, 11, head_dim).to(dtype)
-            cache.store(layer, keys, values, torch.from_numpy(slots))
-            for token, at in enumerate(slots.tolist()):
+            cache.store(layer, keys, values, torch.from_numpy(cells))
+            for token, at in enumerate(cells.tolist()):
                 model[layer, at] = keys[:, token], values[:, token]
 
     tables = np.array([[4, 0, -1], [8, 4, 7]], np.int32)
@@ -50,9 +50,9 @@ def test_gather_returns_what_was_stored(seed, kv_heads, head_dim, dtype):
 def test_stored_tensors_may_be_views_of_another_order():
     cache, plain = make(), make()
     keys, values = torch.randn(2, 20, 3, 10)
-    slots = torch.arange(20) + 30
-    cache.store(1, keys.transpose(0, 1), values.transpose(0, 1), slots)
-    plain.store(1, keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous(), slots)
+    cells = torch.arange(20) + 30
+    cache.store(1, keys.transpose(0, 1), values.transpose(0, 1), cells)
+    plain.store(1, keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous(), cells)
     assert torch.equal(cache.keys, plain.keys)
     assert torch.equal(cache.values, plain.values)
 
@@ -70,9 +70,9 @@ def test_clear_zeroes_full_blocks_in_all_layers_and_no_others():
 
 def test_the_padding_block_stays_zero():
     cache = make()
-    slots = torch.arange(BLOCKS * BLOCK_SIZE)
-    everything = torch.ones(3, len(slots), 10)
-    cache.store(0, everything, everything, slots)
+    cells = torch.arange(BLOCKS * BLOCK_SIZE)
+    everything = torch.ones(3, len(cells), 10)
+    cache.store(0, everything, everything, cells)
     assert (cache.keys[:, :, cache.padding_block] == 0).all()
     assert (cache.keys[0, :, : cache.padding_block] == 1).all()
     assert (cache.values[:, :, cache.padding_block] == 0).all()

@@ -94,7 +94,7 @@ class TestSiluMul:
 
 
 class TestRotateStore:
-    SLOTS = (17, 18, -1, 0, 63)
+    CELLS = (17, 18, -1, 0, 63)
     """One token is not stored."""
 
     def parts(self, qkv, heads, kv_heads, dim):
@@ -106,18 +106,18 @@ class TestRotateStore:
     @pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotated"), [(4, 2, 64, 64), (7, 1, 80, 80), (3, 3, 96, 24)])
     def test_agrees_with_its_twins(self, dtype, normed, heads, kv_heads, dim, rotated):
         ours, theirs = (cache_of(dim, dtype, kv_heads=kv_heads) for _ in range(2))
-        slots = torch.tensor(self.SLOTS, device=DEVICE)
-        qkv = random(len(slots), (heads + 2 * kv_heads) * dim, dtype=dtype)
-        cosine, sine = random(len(slots), rotated), random(len(slots), rotated)
+        cells = torch.tensor(self.CELLS, device=DEVICE)
+        qkv = random(len(cells), (heads + 2 * kv_heads) * dim, dtype=dtype)
+        cosine, sine = random(len(cells), rotated), random(len(cells), rotated)
         norms = (random(dim, dtype=dtype), random(dim, dtype=dtype)) if normed else None
         queries, keys, values = (part.clone() for part in self.parts(qkv, heads, kv_heads, dim))
-        kept = slots >= 0
+        kept = cells >= 0
         rotated_parts = [
             twins.rotate(part, cosine, sine, norm, 1e-5)
             for part, norm in zip((queries, keys), norms or (None, None), strict=True)
         ]
-        theirs.store(0, rotated_parts[1][:, kept], values[:, kept], slots[kept])
-        triton_store.rotate_store(ours.layer(0), qkv, cosine, sine, slots, heads=heads, norms=norms, eps=1e-5)
+        theirs.store(0, rotated_parts[1][:, kept], values[:, kept], cells[kept])
+        triton_store.rotate_store(ours.layer(0), qkv, cosine, sine, cells, heads=heads, norms=norms, eps=1e-5)
         close(self.parts(qkv, heads, kv_heads, dim)[0], rotated_parts[0])
         close(ours.keys, theirs.keys)
         assert torch.equal(ours.values, theirs.values)
@@ -126,26 +126,26 @@ class TestRotateStore:
     @pytest.mark.parametrize(("kv_heads", "dim"), [(1, 64), (3, 80)])
     def test_storing_alone(self, dtype, kv_heads, dim):
         ours, theirs = (cache_of(dim, dtype, kv_heads=kv_heads) for _ in range(2))
-        slots = torch.tensor(self.SLOTS, device=DEVICE)
-        keys, values = (random(len(slots), kv_heads, dim, dtype=dtype).transpose(0, 1) for _ in range(2))
-        kept = slots >= 0
-        theirs.store(0, keys[:, kept], values[:, kept], slots[kept])
-        triton_store.store(ours.layer(0), keys, values, slots)
+        cells = torch.tensor(self.CELLS, device=DEVICE)
+        keys, values = (random(len(cells), kv_heads, dim, dtype=dtype).transpose(0, 1) for _ in range(2))
+        kept = cells >= 0
+        theirs.store(0, keys[:, kept], values[:, kept], cells[kept])
+        triton_store.store(ours.layer(0), keys, values, cells)
         assert torch.equal(ours.keys, theirs.keys)
         assert torch.equal(ours.values, theirs.values)
 
     def test_what_does_not_fit_is_refused(self):
-        layer, slots = cache_of(64).layer(0), torch.zeros(3, dtype=torch.int64, device=DEVICE)
-        with pytest.raises(ValueError, match="3 slots"):
-            triton_store.store(layer, random(2, 4, 64), random(2, 4, 64), slots)
+        layer, cells = cache_of(64).layer(0), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+        with pytest.raises(ValueError, match="3 cells"):
+            triton_store.store(layer, random(2, 4, 64), random(2, 4, 64), cells)
         with pytest.raises(ValueError, match="float16 does not go"):
-            triton_store.store(layer, *(random(2, 3, 64, dtype=torch.float16) for _ in range(2)), slots)
+            triton_store.store(layer, *(random(2, 3, 64, dtype=torch.float16) for _ in range(2)), cells)
         with pytest.raises(ValueError, match="int64"):
-            triton_store.store(layer, random(2, 3, 64), random(2, 3, 64), slots.int())
+            triton_store.store(layer, random(2, 3, 64), random(2, 3, 64), cells.int())
         with pytest.raises(ValueError, match="8 heads of 64"):
-            triton_store.rotate_store(layer, random(3, 64), random(3, 64), random(3, 64), slots, heads=4)
+            triton_store.rotate_store(layer, random(3, 64), random(3, 64), random(3, 64), cells, heads=4)
         with pytest.raises(ValueError, match="angles"):
-            triton_store.rotate_store(layer, random(3, 512), random(3, 128), random(3, 128), slots, heads=4)
+            triton_store.rotate_store(layer, random(3, 512), random(3, 128), random(3, 128), cells, heads=4)
 
 
 class TestCompress:

@@ -79,10 +79,10 @@ class TestDecodeAttention:
         torch.testing.assert_close(ours[:2], expected, atol=1e-5, rtol=1e-5)
         assert not ours[2:].any()
         assert attention.positions.tolist() == [36, 16, 0, 0]
-        for slot_cache, slot_other in zip((cache.keys, cache.values), (other.keys, other.values), strict=True):
+        for part, other_part in zip((cache.keys, cache.values), (other.keys, other.values), strict=True):
             # The other has cleared the block that its second sequence entered, as the CPU needs it.
             rows = [block for block in range(7) if block != self.TABLES[1][1]]
-            assert torch.equal(slot_cache[LAYER, :, rows], slot_other[LAYER, :, rows])
+            assert torch.equal(part[LAYER, :, rows], other_part[LAYER, :, rows])
 
     def test_sees_cold_blocks(self):
         hot_window = HotWindow(0, 1)

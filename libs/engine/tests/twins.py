@@ -23,18 +23,18 @@ def attend(queries: torch.Tensor, layer: LayerCache, paged: Paged, scoring: Scor
         if end <= 0:
             continue
         every = torch.arange(end, device=queries.device)
-        blocks, slots = every // BLOCK_SIZE, every % BLOCK_SIZE
+        blocks, offsets = every // BLOCK_SIZE, every % BLOCK_SIZE
         position = every[start:, None]
         distance = position // BLOCK_SIZE - blocks
         cold = (blocks >= paged.sink) & (distance > paged.hot_blocks_before)
         seen = every <= position
         if scoring.window is not None:
             seen = seen & (every > position - scoring.window)
-        k, v = _tokens(layer, hot_table[blocks], slots, (seen & ~cold).any(0))
+        k, v = _tokens(layer, hot_table[blocks], offsets, (seen & ~cold).any(0))
         q = queries[:, row : row + length].float().reshape(kv_heads, -1, length, dim)
         scores = torch.einsum("khqd,knd->khqn", q, k)
         if cold.any():
-            cold_k, cold_v = _cold_tokens(layer, table[blocks] - hot_blocks, slots, (seen & cold).any(0))
+            cold_k, cold_v = _cold_tokens(layer, table[blocks] - hot_blocks, offsets, (seen & cold).any(0))
             scores = torch.where(cold, torch.einsum("khqd,knd->khqn", q, cold_k), scores)
         scores = _finish(scores.flatten(0, 1) * scoring.scale, scoring, every).masked_fill(~seen, -torch.inf)
         weights = _softmax(scores, scoring.sinks).view(kv_heads, -1, length, end)
@@ -46,27 +46,27 @@ def attend(queries: torch.Tensor, layer: LayerCache, paged: Paged, scoring: Scor
 
 
 def _tokens(
-    layer: LayerCache | ColdLayer, blocks: torch.Tensor, slots: torch.Tensor, used: torch.Tensor
+    layer: LayerCache | ColdLayer, blocks: torch.Tensor, offsets: torch.Tensor, used: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [kv heads, n, dim] in float32 as they are stored; 0 where not used, whatever is there."""
     blocks = blocks.long().masked_fill(~used, 0)
     keys, values = (_numbers(each) for each in (layer.keys, layer.values))
     hidden = ~used[None, :, None]
-    return keys[:, blocks, :, slots].transpose(0, 1).masked_fill(hidden, 0), values[:, blocks, slots].masked_fill(
+    return keys[:, blocks, :, offsets].transpose(0, 1).masked_fill(hidden, 0), values[:, blocks, offsets].masked_fill(
         hidden, 0
     )
 
 
 def _cold_tokens(
-    layer: LayerCache, blocks: torch.Tensor, slots: torch.Tensor, used: torch.Tensor
+    layer: LayerCache, blocks: torch.Tensor, offsets: torch.Tensor, used: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     cold = layer.cold
     assert cold is not None
-    keys, values = _tokens(cold, blocks, slots, used)
+    keys, values = _tokens(cold, blocks, offsets, used)
     if cold.key_scales is None or cold.value_scales is None:
         return keys, values
     blocks = blocks.long().masked_fill(~used, 0)
-    scales = (each[:, blocks, slots].masked_fill(~used, 0) for each in (cold.key_scales, cold.value_scales))
+    scales = (each[:, blocks, offsets].masked_fill(~used, 0) for each in (cold.key_scales, cold.value_scales))
     key_scales, value_scales = scales
     return keys * key_scales[..., None], values * value_scales[..., None]
 

@@ -68,13 +68,13 @@ class StepAttention(ABC):
 
     def __init__(self, cache: KvCache, step: StepLayout) -> None:
         self._cache = cache
-        self._owners, self.positions, self._slots, entered = self._places(step)
+        self._owners, self.positions, self._cells, entered = self._places(step)
         """[tokens] each."""
         if len(entered):
             cache.clear(entered)
 
     def _places(self, step: StepLayout) -> tuple[NDArray[np.int32], torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The sequences, positions and slots of the step's tokens, and the hot blocks in which a sequence computes its
+        """The sequences, positions and cells of the step's tokens, and the hot blocks in which a sequence computes its
         first position; all but the sequences int64 on the device.
         """
         lengths = step.lengths
@@ -85,8 +85,8 @@ class StepAttention(ABC):
         offsets = positions % BLOCK_SIZE
         numbers = positions, blocks * BLOCK_SIZE + offsets, blocks[offsets == 0]
         device = self._cache.keys.device
-        placed, slots, entered = (torch.from_numpy(each).to(device, non_blocking=True) for each in numbers)
-        return owners, placed, slots, entered
+        placed, cells, entered = (torch.from_numpy(each).to(device, non_blocking=True) for each in numbers)
+        return owners, placed, cells, entered
 
     def attend(
         self,
@@ -112,7 +112,7 @@ class StepAttention(ABC):
 
     def _store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the step's keys and values into the cache."""
-        self._cache.store(layer, keys, values, self._slots)
+        self._cache.store(layer, keys, values, self._cells)
 
     @abstractmethod
     def _attend(self, layer: int, queries: torch.Tensor, scoring: Scoring) -> torch.Tensor:

@@ -47,7 +47,7 @@ class CompiledAttention(StepAttention):
         return cpu.places(starts, lengths, self._tables if self._hot_tables is None else self._hot_tables)
 
     def _store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        cpu.store(self._cache.calls[layer], _by_components(keys), _by_components(values), self._slots)
+        cpu.store(self._cache.calls[layer], _by_components(keys), _by_components(values), self._cells)
 
     def _attend(self, layer: int, queries: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         dtype = queries.dtype
@@ -71,7 +71,7 @@ class CompiledAttention(StepAttention):
     def give_to(self, step: PlainStepCall) -> None:
         """Set what a step of plain layers needs of its attention, which must outlive the step."""
         step.attention, step.caches = ctypes.addressof(self._call), ctypes.addressof(self._cache.calls)
-        step.slots = self._slots.data_ptr()
+        step.cells = self._cells.data_ptr()
         step.scratch, step.scratch_size = self._scratch.data_ptr(), self._scratch.shape[1]
 
 

@@ -64,7 +64,7 @@ class TritonAttention(StepAttention):
         self._long_tiles: dict[int, Tiles] = {}
 
     def _store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        triton_store.store(self._cache.layer(layer), _laid_out(keys), _laid_out(values), self._slots)
+        triton_store.store(self._cache.layer(layer), _laid_out(keys), _laid_out(values), self._cells)
 
     def _attend(self, layer: int, queries: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         return self._compute(layer, _laid_out(queries), scoring)
@@ -89,7 +89,7 @@ class TritonAttention(StepAttention):
             qkv,
             rotation.cosine,
             rotation.sine,
-            self._slots,
+            self._cells,
             heads=rotation.heads,
             norms=rotation.norms,
             eps=rotation.eps,
@@ -142,8 +142,8 @@ class DecodeAttention(TritonAttention):
         self._exact = exact
         self.positions = positions.clamp_min(0)
         blocks = tables.gather(1, (self.positions // BLOCK_SIZE).unsqueeze(1)).squeeze(1).long()
-        slots = blocks * BLOCK_SIZE + self.positions % BLOCK_SIZE
-        self._slots = slots.masked_fill(positions < 0, -1)
+        cells = blocks * BLOCK_SIZE + self.positions % BLOCK_SIZE
+        self._cells = cells.masked_fill(positions < 0, -1)
         every = torch.arange(count, dtype=torch.int32, device=device)
         self._paged = Paged(tables, tables, positions.int(), torch.ones_like(every), every, cache.hot_window)
         longest = tables.shape[1] * BLOCK_SIZE

@@ -5,8 +5,8 @@ hold them in eight bits (e4m3) with a scale for each token and head. A list of i
 position: an id below `first_cold` is a hot block, any other is the cold block id - first_cold, -1 is no block. Which
 version of a block a query sees is decided by `HotWindow`, a function of positions alone.
 
-Invariant: a slot of a hot block without a token of the block's present owner is zero, so that masked-out values are
-finite. Cold blocks are full.
+A cell has one token's keys and values; its number is hot block * 16 + offset in the block. Invariant: a cell without a
+token of the block's present owner is zero, so that masked-out values are finite. Cold blocks are full.
 """
 
 from collections.abc import Collection
@@ -112,12 +112,12 @@ class KvCache:
         self.keys.index_fill_(2, blocks, 0)
         self.values.index_fill_(2, blocks, 0)
 
-    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write the step's keys and values, each [kv heads, tokens, head dim], into `slots` [tokens] = hot block * 16
-        + offset.
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, cells: torch.Tensor) -> None:
+        """Write the step's keys and values, each [kv heads, tokens, head dim], into `cells`
+        [tokens].
         """
         cache = self._layers[layer]
-        blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        blocks, offsets = cells // BLOCK_SIZE, cells % BLOCK_SIZE
         cache.keys[:, blocks, :, offsets] = keys.transpose(0, 1)
         cache.values[:, blocks, offsets] = values
 

@@ -135,14 +135,14 @@ struct plain_layer {
 };
 
 /* A step of such layers. x [rows, hidden] is the residual stream without what the half before the first one adds to it: `delta` of that
- * shape, or null. `result` is what the last half adds. cosine, sine and positions: see struct rope; slots [rows]: where keys and values
+ * shape, or null. `result` is what the last half adds. cosine, sine and positions: see struct rope; cells [rows]: where keys and values
  * go in the caches, one for each layer. normed [rows, hidden], wide and inner (the widest of qkv and gate_up, of attention's output and
  * the gated products), tiles (the widest input of each row, or of each wanted one if they are more; unused for one row) and, for each
  * thread, `scratch` (see lockstep_attention) and `sums` (see struct linear) are room. */
 struct plain_step {
     float *x, *result, *normed, *wide, *inner, *tiles, *sums;
     const float *delta, *cosine, *sine;
-    const int64_t *positions, *slots;
+    const int64_t *positions, *cells;
     const struct attention *attention;
     const struct layer *caches;
     float *scratch;
@@ -307,14 +307,15 @@ void lockstep_attention(const struct attention *a, const struct layer *l, float 
     for (int slice = 0; slice < threads; slice++) chosen.attend(a, l, scratch + size * slice, slice, threads);
 }
 
-/* Put keys and values of a step, each [kv_heads, tokens, dim] (strided) in the layer's kind, into their slots of its cache. */
+/* Put keys and values of a step, each [kv_heads, tokens, dim] (strided) in the layer's kind, into their cells of its cache:
+ * block * BLOCK + offset. */
 void lockstep_store(const struct layer *l, const void *k, const void *v, int64_t k_head_stride, int64_t k_token_stride,
-                    int64_t v_head_stride, int64_t v_token_stride, const int64_t *slots, int64_t tokens) {
+                    int64_t v_head_stride, int64_t v_token_stride, const int64_t *cells, int64_t tokens) {
     int64_t dim = l->dim;
     size_t size = l->kind == FLOAT32 ? sizeof(float) : sizeof(uint16_t);
     for (int64_t head = 0; head < l->kv_heads; head++)
         for (int64_t token = 0; token < tokens; token++) {
-            int64_t block = head * l->blocks + slots[token] / BLOCK, offset = slots[token] % BLOCK;
+            int64_t block = head * l->blocks + cells[token] / BLOCK, offset = cells[token] % BLOCK;
             int64_t from = head * k_head_stride + token * k_token_stride, to = block * BLOCK * dim + offset;
             if (l->kind == FLOAT32)
                 for (int64_t i = 0; i < dim; i++) ((float *)l->keys)[to + i * BLOCK] = ((const float *)k)[from + i];
@@ -325,11 +326,11 @@ void lockstep_store(const struct layer *l, const void *k, const void *v, int64_t
         }
 }
 
-/* The tokens of a step, `lengths` of each of so many sequences from position `starts` on: their owners, positions and slots [tokens];
+/* The tokens of a step, `lengths` of each of so many sequences from position `starts` on: their owners, positions and cells [tokens];
  * tables [sequences, width] of hot blocks. Returns how many blocks they enter, whose ids are put in `entered`; -1 if a position has no
  * place in its table. */
 int64_t lockstep_places(const int32_t *starts, const int32_t *lengths, int64_t sequences, const int32_t *tables, int64_t width,
-                        int32_t *owners, int64_t *positions, int64_t *slots, int64_t *entered) {
+                        int32_t *owners, int64_t *positions, int64_t *cells, int64_t *entered) {
     int64_t token = 0, count = 0;
     for (int64_t sequence = 0; sequence < sequences; sequence++)
         for (int64_t i = 0; i < lengths[sequence]; i++, token++) {
@@ -338,7 +339,7 @@ int64_t lockstep_places(const int32_t *starts, const int32_t *lengths, int64_t s
             int64_t block = tables[sequence * width + position / BLOCK];
             owners[token] = (int32_t)sequence;
             positions[token] = position;
-            slots[token] = block * BLOCK + offset;
+            cells[token] = block * BLOCK + offset;
             if (!offset) entered[count++] = block;
         }
     return count;
@@ -481,7 +482,7 @@ static void attention_half(const struct plain_step *s, const struct plain_layer 
     r.positions = s->positions + begin;
     chosen.rotate_all(&r);
     const float *k = r.qkv + r.heads * r.dim;
-    lockstep_store(cache, k, k + r.kv_heads * r.dim, r.dim, width, r.dim, width, s->slots + begin, r.tokens);
+    lockstep_store(cache, k, k + r.kv_heads * r.dim, r.dim, width, r.dim, width, s->cells + begin, r.tokens);
     meet(w);
     struct attention a = *s->attention;
     if (a.move_count) {

@@ -155,9 +155,9 @@ def compress(layer: LayerCall, moves: NDArray[np.int32], threads: int) -> None:
     _library.lockstep_compress(ctypes.byref(layer), moves.ctypes.data, len(moves), threads)
 
 
-def store(layer: LayerCall, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+def store(layer: LayerCall, keys: torch.Tensor, values: torch.Tensor, cells: torch.Tensor) -> None:
     """Put keys and values [kv heads, tokens, dim], in the cache's dtype, into a layer's cache (see `KvCache`) at
-    `slots` [tokens].
+    `cells` [tokens].
     """
     assert _library is not None
     _library.lockstep_store(
@@ -166,8 +166,8 @@ def store(layer: LayerCall, keys: torch.Tensor, values: torch.Tensor, slots: tor
         values.data_ptr(),
         *keys.stride()[:2],
         *values.stride()[:2],
-        slots.data_ptr(),
-        len(slots),
+        cells.data_ptr(),
+        len(cells),
     )
 
 
@@ -177,7 +177,7 @@ def places(
     """Where a step's tokens are; the arguments as in `StepLayout`, contiguous, tables with the ids of hot blocks.
 
     Returns:
-        Owners, positions and slots [tokens], and the blocks that are entered [n]; int64 but for the owners.
+        Owners, positions and cells [tokens], and the blocks that are entered [n]; int64 but for the owners.
 
     Raises:
         IndexError: a position has no place in its table.
@@ -185,7 +185,7 @@ def places(
     assert _library is not None
     tokens = int(lengths.sum())
     owners, numbers = np.empty(tokens, np.int32), torch.empty(3, tokens, dtype=torch.int64)
-    positions, slots, entered = numbers.unbind()
+    positions, cells, entered = numbers.unbind()
     count = _library.lockstep_places(
         address(starts),
         address(lengths),
@@ -194,12 +194,12 @@ def places(
         tables.shape[1],
         address(owners),
         positions.data_ptr(),
-        slots.data_ptr(),
+        cells.data_ptr(),
         entered.data_ptr(),
     )
     if count < 0:
         raise IndexError("a position has no block in its table")
-    return owners, positions, slots, entered[:count]
+    return owners, positions, cells, entered[:count]
 
 
 def address(array: NDArray[np.generic]) -> int:

@@ -145,7 +145,7 @@ class PlainStepCall(ctypes.Structure):
         ("cosine", _POINTER),
         ("sine", _POINTER),
         ("positions", _POINTER),
-        ("slots", _POINTER),
+        ("cells", _POINTER),
         ("attention", _POINTER),
         ("caches", _POINTER),
         ("scratch", _POINTER),

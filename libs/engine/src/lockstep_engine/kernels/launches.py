@@ -170,7 +170,7 @@ def _compress(device: torch.device, dim: int, dtype: torch.dtype) -> None:
 def _store(device: torch.device, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
     cache = _cache(kv_heads, dim, dtype, device, compressed=False)
     keys = torch.zeros(4, kv_heads, dim, dtype=dtype, device=device).transpose(0, 1)
-    triton_store.store(cache.layer(0), keys, keys, _no_slots(device))
+    triton_store.store(cache.layer(0), keys, keys, _no_cells(device))
 
 
 def _rotate_store(
@@ -181,7 +181,7 @@ def _rotate_store(
     angles = torch.zeros(4, rotated, device=device)  # float32, as `GpuDecoder` has them
     weight = torch.zeros(dim, dtype=dtype, device=device)
     norms = (weight, weight) if normed else None
-    triton_store.rotate_store(cache.layer(0), qkv, angles, angles, _no_slots(device), heads=heads, norms=norms, eps=1.0)
+    triton_store.rotate_store(cache.layer(0), qkv, angles, angles, _no_cells(device), heads=heads, norms=norms, eps=1.0)
 
 
 def _add_rms_norm(device: torch.device, hidden: int, added: bool, dtype: torch.dtype) -> None:
@@ -216,7 +216,7 @@ def _product(device: torch.device, dtype: torch.dtype) -> None:
     torch.zeros(16, 16, dtype=dtype, device=device) @ torch.zeros(16, 16, dtype=dtype, device=device)
 
 
-def _no_slots(device: torch.device) -> torch.Tensor:
+def _no_cells(device: torch.device) -> torch.Tensor:
     return torch.full((4,), -1, dtype=torch.int64, device=device)
 
 

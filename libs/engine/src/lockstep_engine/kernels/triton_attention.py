@@ -5,7 +5,7 @@ key is read once for all of them) and walks over tiles of keys: first the blocks
 that they see hot, in one online softmax. Decode is the same kernel with one token a tile and a sequence's keys split
 over several programs, whose partial results a second kernel puts together.
 
-Nothing outside a sequence's tokens counts, so unused slots may hold anything. Of cold blocks in fp8 what a tile does
+Nothing outside a sequence's tokens counts, so unused cells may hold anything. Of cold blocks in fp8 what a tile does
 not hold is read from the pool's last block, which nobody writes: it stays zero. Tiles of keys begin at fixed
 positions: what a query computes for a key does not depend on the other queries of its tile.
 """
@@ -31,8 +31,8 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _load_tile(keys, values, pieces, slots, d, held, seen, dim: tl.constexpr, padded: tl.constexpr):
-    """Keys [dim_pad, n] and values [n, dim_pad] of slots [n] in pieces [n] (a head's part of a block).
+def _load_tile(keys, values, pieces, offsets, d, held, seen, dim: tl.constexpr, padded: tl.constexpr):
+    """Keys [dim_pad, n] and values [n, dim_pad] at offsets [n] of pieces [n] (a head's part of a block).
 
     Keys are read for whole blocks that are `held`, so that one access reads 16 of them; scores of keys that are not
     visible are masked later. Values are read only where `seen`: a weight of 0 does not hide a NaN.
@@ -42,8 +42,8 @@ def _load_tile(keys, values, pieces, slots, d, held, seen, dim: tl.constexpr, pa
         key_held = key_held & (d < dim)[:, None]
         value_seen = value_seen & (d < dim)[None, :]
     base = pieces * (dim * _BLOCK)
-    key_at = keys + (base[None, :] + (d[:, None] * _BLOCK + slots[None, :]))
-    value_at = values + (base[:, None] + (slots[:, None] * dim + d[None, :]))
+    key_at = keys + (base[None, :] + (d[:, None] * _BLOCK + offsets[None, :]))
+    value_at = values + (base[:, None] + (offsets[:, None] * dim + d[None, :]))
     k = tl.load(tl.max_contiguous(tl.multiple_of(key_at, (1, _BLOCK)), (1, _BLOCK)), mask=key_held, other=0)
     v = tl.load(value_at, mask=value_seen, other=0)
     return k, v
@@ -63,7 +63,7 @@ def _log2(x):
 
 
 @triton.jit
-def _load_cold(keys, values, key_scales, value_scales, key_ids, ids, slots, dim: tl.constexpr, dim_pad: tl.constexpr):
+def _load_cold(keys, values, key_scales, value_scales, key_ids, ids, offsets, dim: tl.constexpr, dim_pad: tl.constexpr):
     """Keys [dim_pad, n / 4] and values [n, dim_pad / 4] of fp8 blocks of a head, as words of four codes, and the scales
     [n] of both. `key_ids` [n / 4] and `ids` [n] are the blocks' numbers.
 
@@ -74,14 +74,14 @@ def _load_cold(keys, values, key_scales, value_scales, key_ids, ids, slots, dim:
     key_word = tl.arange(0, key_ids.shape[0]) % (_BLOCK // 4)
     piece_words: tl.constexpr = dim * _BLOCK // 4
     key_at = keys + ((key_ids.to(tl.int64) * piece_words)[None, :] + (d[:, None] * (_BLOCK // 4) + key_word[None, :]))
-    value_at = values + ((ids.to(tl.int64) * piece_words)[:, None] + (slots[:, None] * (dim // 4) + word[None, :]))
+    value_at = values + ((ids.to(tl.int64) * piece_words)[:, None] + (offsets[:, None] * (dim // 4) + word[None, :]))
     key_at = tl.max_contiguous(tl.multiple_of(key_at, (1, _BLOCK)), (1, _BLOCK // 4))
     if dim_pad > dim:
         k = tl.load(key_at, mask=(d < dim)[:, None], other=0)
         v = tl.load(value_at, mask=(word < dim // 4)[None, :], other=0)
     else:
         k, v = tl.load(key_at), tl.load(value_at)
-    scale_at = ids.to(tl.int64) * _BLOCK + slots
+    scale_at = ids.to(tl.int64) * _BLOCK + offsets
     return k, v, tl.load(key_scales + scale_at), tl.load(value_scales + scale_at)
 
 
@@ -189,7 +189,7 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
     totals = tl.full((block_m, block_n) if deferred else (block_m,), 0.0, tl.float32)
     acc = tl.full((block_m, dim_pad), 0.0, tl.float32)
     n = tl.arange(0, block_n)
-    slots = n % _BLOCK
+    offsets = n % _BLOCK
     table = sequence.to(tl.int64) * width
     bias_row = head * bias_stride
 
@@ -219,7 +219,7 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
             key_ids = _cold_ids(row_tables, key_block, from_block, to_block, hot_blocks, spare)
             ids = _cold_ids(row_tables, block, from_block, to_block, hot_blocks, spare)
             k_words, v_words, k_scales, v_scales = _load_cold(
-                head_keys, head_values, head_key_scales, head_value_scales, key_ids, ids, slots, dim, dim_pad
+                head_keys, head_values, head_key_scales, head_value_scales, key_ids, ids, offsets, dim, dim_pad
             )
             # Converted in the turn before: where a product's operand is made by `join`, Triton gives the product a
             # layout that needs each register moved.
@@ -229,7 +229,7 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
             ids = _cold_ids(row_tables, block + tile_blocks, from_block, to_block, hot_blocks, spare)
             for step in tl.range(share_begin, cold_share_end, num_stages=1):
                 k_words, v_words, next_k_scales, next_v_scales = _load_cold(
-                    head_keys, head_values, head_key_scales, head_value_scales, key_ids, ids, slots, dim, dim_pad
+                    head_keys, head_values, head_key_scales, head_value_scales, key_ids, ids, offsets, dim, dim_pad
                 )
                 key_ids = _cold_ids(row_tables, key_block + 2 * tile_blocks, from_block, to_block, hot_blocks, spare)
                 ids = _cold_ids(row_tables, block + 2 * tile_blocks, from_block, to_block, hot_blocks, spare)
@@ -256,7 +256,7 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
                 held = (block >= begin_block) & (block >= sink_blocks) & (block < cold_end)
                 ids = tl.load(tables + table + block, mask=held, other=hot_blocks) - hot_blocks
                 pieces = kv_head.to(tl.int64) * cold_blocks + ids
-                k, v = _load_tile(cold_keys, cold_values, pieces, slots, d, held, held, dim, dim_pad > dim)
+                k, v = _load_tile(cold_keys, cold_values, pieces, offsets, d, held, held, dim, dim_pad > dim)
                 visible = valid[:, None] & held[None, :]
                 visible = visible & (block[None, :] < (position // _BLOCK - hot_blocks_before)[:, None])
                 if windowed:
@@ -289,7 +289,7 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
             at = key_tile * block_n + n
             ids = tl.load(hot_tables + table + at // _BLOCK)
             pieces = kv_head.to(tl.int64) * hot_blocks + ids
-            k, v = _load_tile(keys, values, pieces, slots, d, every, every, dim, dim_pad > dim)
+            k, v = _load_tile(keys, values, pieces, offsets, d, every, every, dim, dim_pad > dim)
             none = tl.full((block_n,), 0.0, tl.float32)
             scores = _score(queries, k, none, at, bias, bias_row, each_row, scale, soft_cap, False, capped, biased)
             acc, peak, totals = _fold(acc, peak, totals, scores, each_row, v, none, False, deferred)
@@ -305,7 +305,7 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
         ids = tl.load(hot_tables + table + block, mask=held, other=0)
         pieces = kv_head.to(tl.int64) * hot_blocks + ids
         seen = held & (at < end)
-        k, v = _load_tile(keys, values, pieces, slots, d, held, seen, dim, dim_pad > dim)
+        k, v = _load_tile(keys, values, pieces, offsets, d, held, seen, dim, dim_pad > dim)
         visible = valid[:, None] & seen[None, :] & (at[None, :] <= position[:, None])
         if compressed:
             recent = block[None, :] >= (position // _BLOCK - hot_blocks_before)[:, None]

@@ -38,17 +38,17 @@ def _compress(
     source = hot_head * hot_blocks + tl.load(moves + 2 * move)
     target = cold_head * cold_blocks + tl.load(moves + 2 * move + 1)
     d = tl.arange(0, dim_pad)
-    slot = tl.arange(0, _BLOCK)
-    key_at, value_at = d[:, None] * _BLOCK + slot[None, :], slot[:, None] * dim + d[None, :]
-    key_inside = (d < dim)[:, None] & (slot < _BLOCK)[None, :]
-    value_inside = (slot < _BLOCK)[:, None] & (d < dim)[None, :]
+    offset = tl.arange(0, _BLOCK)
+    key_at, value_at = d[:, None] * _BLOCK + offset[None, :], offset[:, None] * dim + d[None, :]
+    key_inside = (d < dim)[:, None] & (offset < _BLOCK)[None, :]
+    value_inside = (offset < _BLOCK)[:, None] & (d < dim)[None, :]
     k = tl.load(keys + source * (dim * _BLOCK) + key_at, mask=key_inside, other=0.0)
     v = tl.load(values + source * (dim * _BLOCK) + value_at, mask=value_inside, other=0.0)
     if scaled:
         k, k_scales = _quantize(k.to(tl.float32), 0, native)
         v, v_scales = _quantize(v.to(tl.float32), 1, native)
-        tl.store(key_scales + target * _BLOCK + slot, k_scales)
-        tl.store(value_scales + target * _BLOCK + slot, v_scales)
+        tl.store(key_scales + target * _BLOCK + offset, k_scales)
+        tl.store(value_scales + target * _BLOCK + offset, v_scales)
     tl.store(cold_keys + target * (dim * _BLOCK) + key_at, k, mask=key_inside)
     tl.store(cold_values + target * (dim * _BLOCK) + value_at, v, mask=value_inside)
 

@@ -129,7 +129,7 @@ def _attend_exact(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it
             sink_end_tile = tl.minimum((sink_blocks * _BLOCK + block_n - 1) // block_n, hot_tile)
 
     n = tl.arange(0, block_n)
-    slots = n % _BLOCK
+    offsets = n % _BLOCK
     table = sequence.to(tl.int64) * width
     bias_row = head * bias_stride
     tile_blocks: tl.constexpr = block_n // _BLOCK
@@ -169,7 +169,7 @@ def _attend_exact(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it
                 key_ids = _cold_ids(row_tables, key_block, from_block, to_block, hot_blocks, spare)
                 ids = _cold_ids(row_tables, block, from_block, to_block, hot_blocks, spare)
                 k_words, v_words, k_scales, v_scales = _load_cold(
-                    head_keys, head_values, head_key_scales, head_value_scales, key_ids, ids, slots, dim, dim_pad
+                    head_keys, head_values, head_key_scales, head_value_scales, key_ids, ids, offsets, dim, dim_pad
                 )
                 cold_k = decode(k_words, cold_queries.dtype, native)
                 cold_v = decode(v_words, cold_queries.dtype, native)
@@ -177,7 +177,7 @@ def _attend_exact(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it
                 ids = _cold_ids(row_tables, block + tile_blocks, from_block, to_block, hot_blocks, spare)
                 for key_tile in tl.range(cold_from, cold_to, num_stages=1):
                     k_words, v_words, next_k_scales, next_v_scales = _load_cold(
-                        head_keys, head_values, head_key_scales, head_value_scales, key_ids, ids, slots, dim, dim_pad
+                        head_keys, head_values, head_key_scales, head_value_scales, key_ids, ids, offsets, dim, dim_pad
                     )
                     key_ids = _cold_ids(
                         row_tables, key_block + 2 * tile_blocks, from_block, to_block, hot_blocks, spare
@@ -205,7 +205,7 @@ def _attend_exact(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it
                     held = (block >= begin_block) & (block >= sink_blocks) & (block < cold_end)
                     ids = tl.load(row_tables + block, mask=held, other=hot_blocks) - hot_blocks
                     pieces = kv_head.to(tl.int64) * cold_blocks + ids
-                    k, v = _load_tile(cold_keys, cold_values, pieces, slots, d, held, held, dim, dim_pad > dim)
+                    k, v = _load_tile(cold_keys, cold_values, pieces, offsets, d, held, held, dim, dim_pad > dim)
                     visible = valid[:, None] & held[None, :]
                     visible = visible & (block[None, :] < (position // _BLOCK - hot_blocks_before)[:, None])
                     if windowed:
@@ -229,7 +229,7 @@ def _attend_exact(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it
                 at = key_tile * block_n + n
                 ids = tl.load(hot_tables + table + at // _BLOCK)
                 pieces = kv_head.to(tl.int64) * hot_blocks + ids
-                k, v = _load_tile(keys, values, pieces, slots, d, every, every, dim, dim_pad > dim)
+                k, v = _load_tile(keys, values, pieces, offsets, d, every, every, dim, dim_pad > dim)
                 none = tl.full((block_n,), 0.0, tl.float32)
                 scores = _score(queries, k, none, at, bias, bias_row, each_row, scale, soft_cap, False, capped, biased)
                 acc, peak, totals = _add_tile(acc, peak, totals, scores, each_row, v, none, False)
@@ -243,7 +243,7 @@ def _attend_exact(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it
             ids = tl.load(hot_tables + table + block, mask=held, other=0)
             pieces = kv_head.to(tl.int64) * hot_blocks + ids
             seen = held & (at < end)
-            k, v = _load_tile(keys, values, pieces, slots, d, held, seen, dim, dim_pad > dim)
+            k, v = _load_tile(keys, values, pieces, offsets, d, held, seen, dim, dim_pad > dim)
             visible = valid[:, None] & seen[None, :] & (at[None, :] <= position[:, None])
             if compressed:
                 recent = block[None, :] >= (position // _BLOCK - hot_blocks_before)[:, None]

@@ -16,20 +16,20 @@ _HEADS = 8
 
 @triton.jit(do_not_specialize=["hot_blocks"])
 def _store(
-    keys, values, hot_blocks, k, k_head_stride, k_token_stride, v, v_head_stride, v_token_stride, slots,
+    keys, values, hot_blocks, k, k_head_stride, k_token_stride, v, v_head_stride, v_token_stride, cells,
     kv_heads: tl.constexpr, heads_pad: tl.constexpr, dim: tl.constexpr, dim_pad: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    if slot >= 0:
+    cell = tl.load(cells + token)
+    if cell >= 0:
         head = tl.arange(0, heads_pad)[:, None]
         d = tl.arange(0, dim_pad)[None, :]
         inside = (head < kv_heads) & (d < dim)
-        piece = (head.to(tl.int64) * hot_blocks + slot // _BLOCK) * (_BLOCK * dim)
+        piece = (head.to(tl.int64) * hot_blocks + cell // _BLOCK) * (_BLOCK * dim)
         key = tl.load(k + head * k_head_stride + token * k_token_stride + d, mask=inside)
         value = tl.load(v + head * v_head_stride + token * v_token_stride + d, mask=inside)
-        tl.store(keys + piece + d * _BLOCK + slot % _BLOCK, key, mask=inside)
-        tl.store(values + piece + slot % _BLOCK * dim + d, value, mask=inside)
+        tl.store(keys + piece + d * _BLOCK + cell % _BLOCK, key, mask=inside)
+        tl.store(values + piece + cell % _BLOCK * dim + d, value, mask=inside)
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _put(
 
 @triton.jit(do_not_specialize=["hot_blocks"])
 def _rotate_store(
-    qkv, cosine, sine, q_norm, k_norm, eps, keys, values, hot_blocks, slots,
+    qkv, cosine, sine, q_norm, k_norm, eps, keys, values, hot_blocks, cells,
     heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, rotated: tl.constexpr,
     half_pad: tl.constexpr, rest_pad: tl.constexpr, block_h: tl.constexpr, normed: tl.constexpr,
 ):  # fmt: skip
@@ -79,12 +79,12 @@ def _rotate_store(
     cos_second = tl.load(cosine + angles + half, mask=(d < half) & is_rotated, other=1.0).to(tl.float32)
     sin_first = tl.load(sine + angles, mask=(d < half) & is_rotated, other=0.0).to(tl.float32)
     sin_second = tl.load(sine + angles + half, mask=(d < half) & is_rotated, other=0.0).to(tl.float32)
-    slot = tl.load(slots + token)
-    kept = slot >= 0
-    slot = tl.maximum(slot, 0)
+    cell = tl.load(cells + token)
+    kept = cell >= 0
+    cell = tl.maximum(cell, 0)
     kv_head = tl.where(is_rotated, head - heads, head - heads - kv_heads)
-    piece = (kv_head.to(tl.int64) * hot_blocks + slot // _BLOCK) * (_BLOCK * dim)
-    offset = slot % _BLOCK
+    piece = (kv_head.to(tl.int64) * hot_blocks + cell // _BLOCK) * (_BLOCK * dim)
+    offset = cell % _BLOCK
     is_key = is_rotated & (head >= heads) & kept
     is_value = known & (head >= heads + kv_heads) & kept
     dtype = qkv.dtype.element_ty
@@ -105,28 +105,28 @@ def _normed(x, factor, q_norm, k_norm, d, is_query, inside, dtype: tl.constexpr)
     return tl.where(inside, (x * factor * weight).to(dtype).to(tl.float32), x)
 
 
-def store(layer: LayerCache, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+def store(layer: LayerCache, keys: torch.Tensor, values: torch.Tensor, cells: torch.Tensor) -> None:
     """Put the step's keys and values into hot blocks. Its twin is `KvCache.store`.
 
     Args:
         layer: keys [kv heads, blocks, dim, 16], values [kv heads, blocks, 16, dim], contiguous.
         keys, values: [kv heads, tokens, dim], last stride 1, of the cache's type.
-        slots: [tokens], int64, block * 16 + offset; negative: the token is not stored.
+        cells: [tokens], int64, as in `KvCache`: block * 16 + offset; negative: the token is not stored.
 
     Raises:
         ValueError: a shape, type or layout is not as above.
     """
     kv_heads, hot_blocks, dim, _ = layer.keys.shape
-    tokens = len(slots)
+    tokens = len(cells)
     if not (keys.shape == values.shape == (kv_heads, tokens, dim) and keys.stride(2) == values.stride(2) == 1):
-        raise ValueError(f"store: keys {tuple(keys.shape)} and values {tuple(values.shape)} do not fit {tokens} slots")
-    _check_cache("store", layer, keys.dtype, slots)
+        raise ValueError(f"store: keys {tuple(keys.shape)} and values {tuple(values.shape)} do not fit {tokens} cells")
+    _check_cache("store", layer, keys.dtype, cells)
     if tokens:
         # A single head's stride means nothing, and may depend on the number of tokens.
         key_stride, value_stride = (each.stride(0) if kv_heads > 1 else dim for each in (keys, values))
         _store[tokens,](
             layer.keys, layer.values, hot_blocks,
-            keys, key_stride, keys.stride(1), values, value_stride, values.stride(1), slots,
+            keys, key_stride, keys.stride(1), values, value_stride, values.stride(1), cells,
             kv_heads=kv_heads, heads_pad=triton.next_power_of_2(kv_heads),
             dim=dim, dim_pad=triton.next_power_of_2(dim), num_warps=1 if kv_heads * dim <= 1024 else 4,
         )  # fmt: skip
@@ -137,7 +137,7 @@ def rotate_store(
     qkv: torch.Tensor,
     cosine: torch.Tensor,
     sine: torch.Tensor,
-    slots: torch.Tensor,
+    cells: torch.Tensor,
     *,
     heads: int,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -150,7 +150,7 @@ def rotate_store(
         layer: as for `store`.
         qkv: [tokens, (heads + 2 * kv heads) * dim], contiguous: queries, keys, values. Its keys do not change.
         cosine, sine: [tokens, rotated], contiguous; the first `rotated` (even) components are rotated, by halves.
-        slots: as for `store`.
+        cells: as for `store`.
         heads: number of query heads.
         norms: weights [dim] of the norms of queries and keys before they are rotated, or None.
         eps: added to the mean of squares in these norms.
@@ -161,7 +161,7 @@ def rotate_store(
     kv_heads, hot_blocks, dim, _ = layer.keys.shape
     tokens, rotated = cosine.shape
     total = heads + 2 * kv_heads
-    if qkv.shape != (tokens, total * dim) or not qkv.is_contiguous() or len(slots) != tokens:
+    if qkv.shape != (tokens, total * dim) or not qkv.is_contiguous() or len(cells) != tokens:
         raise ValueError(f"rotate_store: qkv {tuple(qkv.shape)} is not {tokens} tokens of {total} heads of {dim}")
     if (
         sine.shape != cosine.shape
@@ -174,18 +174,18 @@ def rotate_store(
         )
     if norms is not None and any(each.shape != (dim,) or not each.is_contiguous() for each in norms):
         raise ValueError(f"rotate_store: norms are not of width {dim}")
-    _check_cache("rotate_store", layer, qkv.dtype, slots)
+    _check_cache("rotate_store", layer, qkv.dtype, cells)
     if tokens:
         q_norm, k_norm = norms or (qkv, qkv)
         _rotate_store[tokens, triton.cdiv(total, _HEADS)](
-            qkv, cosine, sine, q_norm, k_norm, eps, layer.keys, layer.values, hot_blocks, slots,
+            qkv, cosine, sine, q_norm, k_norm, eps, layer.keys, layer.values, hot_blocks, cells,
             heads=heads, kv_heads=kv_heads, dim=dim, rotated=rotated,
             half_pad=triton.next_power_of_2(rotated // 2), rest_pad=triton.next_power_of_2(max(1, dim - rotated)),
             block_h=_HEADS, normed=norms is not None, num_warps=2,
         )  # fmt: skip
 
 
-def _check_cache(caller: str, layer: LayerCache, dtype: torch.dtype, slots: torch.Tensor) -> None:
+def _check_cache(caller: str, layer: LayerCache, dtype: torch.dtype, cells: torch.Tensor) -> None:
     kv_heads, blocks, dim, size = layer.keys.shape
     if size != BLOCK_SIZE or layer.values.shape != (kv_heads, blocks, BLOCK_SIZE, dim):
         raise ValueError(
@@ -195,5 +195,5 @@ def _check_cache(caller: str, layer: LayerCache, dtype: torch.dtype, slots: torc
         raise ValueError(f"{caller}: the cache is not contiguous")
     if not (dtype == layer.keys.dtype == layer.values.dtype):
         raise ValueError(f"{caller}: {dtype} does not go into a cache of {layer.keys.dtype}")
-    if slots.dtype is not torch.int64 or not slots.is_contiguous():
-        raise ValueError(f"{caller}: slots are not contiguous int64")
+    if cells.dtype is not torch.int64 or not cells.is_contiguous():
+        raise ValueError(f"{caller}: cells are not contiguous int64")
