@@ -83,7 +83,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Mark:
+class Tombstone:
     """What a stream that was taken leaves when it is trimmed."""
 
     epoch: int
@@ -138,9 +138,9 @@ def is_news(choice: Choice, piece: Piece) -> bool:
     return piece.position + len(piece.ids) > len(choice.ids) or bool(piece.finish and not choice.finish)
 
 
-def append_outcome(stream: Stream | Mark | None, write: Append) -> tuple[list[tuple[Any, ...]], Stream | None]:
+def append_outcome(stream: Stream | Tombstone | None, write: Append) -> tuple[list[tuple[Any, ...]], Stream | None]:
     """The refusals that hold, or, without one, the stream after the write."""
-    if isinstance(stream, Mark) and write.epoch < stream.epoch:
+    if isinstance(stream, Tombstone) and write.epoch < stream.epoch:
         return [("STALE", stream.epoch)], None
     if not isinstance(stream, Stream):
         if write.record is None:
@@ -165,7 +165,7 @@ def append_outcome(stream: Stream | Mark | None, write: Append) -> tuple[list[tu
     return [], replace(stream, epoch=write.epoch, choices=tuple(choices), seal=stream.seal or write.seal)
 
 
-def stream_step(stream: Stream | Mark | None, operation: Any, response: Any) -> list[Any]:
+def stream_step(stream: Stream | Tombstone | None, operation: Any, response: Any) -> list[Any]:
     """The model of a stream."""
     if isinstance(operation, Append):
         refusals, after = append_outcome(stream, operation)
@@ -176,7 +176,7 @@ def stream_step(stream: Stream | Mark | None, operation: Any, response: Any) -> 
         return [after] if response == ("OK", operation.epoch) else []
     if isinstance(operation, Trim):
         is_there = isinstance(stream, Stream)
-        trimmed = (Mark(stream.epoch) if stream.epoch > 1 else None) if isinstance(stream, Stream) else stream
+        trimmed = (Tombstone(stream.epoch) if stream.epoch > 1 else None) if isinstance(stream, Stream) else stream
         if response is None:
             return [trimmed, stream]
         return [trimmed] if response == int(is_there) else []

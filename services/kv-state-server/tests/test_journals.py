@@ -280,7 +280,7 @@ async def test_higher_epoch_is_kept_when_a_stream_is_trimmed_again(kept):
     assert (await kept.open(epoch=5)).outcome == OK
 
 
-async def test_mark_of_a_trimmed_stream_expires(kept):
+async def test_tombstone_of_a_trimmed_stream_expires(kept):
     await taken(kept)
     await kept.backend.trim(kept.tenant, [kept.key()], 0.3)
 
@@ -296,7 +296,7 @@ async def test_refused_writes_to_a_trimmed_stream_take_no_room_of_the_tenant(kep
     assert (await kept.open()).outcome == STALE
     opening = Opening(b"record", 1, "r")
     results = await kept.backend.append([kept.write(f"s{number}", opening=opening) for number in range(100)])
-    assert {each.outcome for each in results} == {OK}, "a mark is no stream"
+    assert {each.outcome for each in results} == {OK}, "a tombstone is no stream"
     assert (await kept.open("one more")).outcome == FULL
 
 

@@ -9,7 +9,7 @@ from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.telemetry import REGISTRY
 from lockstep_state.backend import Binding, Block, Limits, Opening, Take, Write
 from lockstep_state.memory import MemoryBackend
-from lockstep_state.memory.journals import MAX_MARKS
+from lockstep_state.memory.journals import MAX_TOMBSTONES
 from lockstep_state.memory.shelf import ENTRY_BYTES
 
 LIMITS = Limits(stream_bytes=1 << 20, tenant_bytes=1 << 30, tenant_streams=1000, tenant_block_bytes=1 << 30)
@@ -53,15 +53,15 @@ async def test_what_was_replaced_expires_at_its_new_time():
     assert backend.used_bytes == 0
 
 
-async def test_marks_of_trimmed_streams_are_bounded_and_expire():
+async def test_tombstones_of_trimmed_streams_are_bounded_and_expire():
     now = 0.0
     backend = MemoryBackend(64 << 20, LIMITS, clock=lambda: now)
-    for number in range(MAX_MARKS + 10):
+    for number in range(MAX_TOMBSTONES + 10):
         await backend.append([Write("t", f"s{number}", 1, TTL_S, Opening(b"r", 1, "r"))])
         await backend.read(f"s{number}", Take("other", TTL_S))
         await backend.trim("t", [f"s{number}"], TTL_S)
-    assert backend.used_bytes == MAX_MARKS * ENTRY_BYTES
-    last = MAX_MARKS + 9
+    assert backend.used_bytes == MAX_TOMBSTONES * ENTRY_BYTES
+    last = MAX_TOMBSTONES + 9
     oldest, newest = await backend.append([Write("t", f"s{number}", 1, TTL_S) for number in (0, last)])
     assert (oldest.outcome, newest.outcome) == (WRITE_OUTCOME_UNKNOWN, WRITE_OUTCOME_STALE)
     now = TTL_S + 1

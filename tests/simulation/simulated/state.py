@@ -74,12 +74,12 @@ class FencedBackend:
             self._note(key, stored.epoch, take.ttl_s, f"{take.owner} took it", has_ended=stored.seal is not None)
         return stored
 
-    async def trim(self, tenant: str, keys: Sequence[str], mark_ttl_s: float) -> int:
+    async def trim(self, tenant: str, keys: Sequence[str], tombstone_ttl_s: float) -> int:
         for key in keys:
             if key in self._seen:
                 epoch, _, has_ended = self._seen[key]
-                self._seen[key] = epoch, self._now() + mark_ttl_s, has_ended
-        return await self.backend.trim(tenant, keys, mark_ttl_s)
+                self._seen[key] = epoch, self._now() + tombstone_ttl_s, has_ended
+        return await self.backend.trim(tenant, keys, tombstone_ttl_s)
 
     def _note(self, key: str, epoch: int, ttl_s: float, what: str, *, has_ended: bool) -> None:
         newest, until, had_ended = self._seen.get(key, (0, 0.0, False))

@@ -118,11 +118,11 @@ class Backend(Protocol):
     async def head(self, key: str) -> StoredStream | None:
         """A stream without its tokens: its logs may be empty. None if there is none."""
 
-    async def trim(self, tenant: str, keys: Sequence[str], mark_ttl_s: float) -> int:
+    async def trim(self, tenant: str, keys: Sequence[str], tombstone_ttl_s: float) -> int:
         """Forget streams; how many there were.
 
-        One that was taken leaves a mark with its epoch for so many seconds, so that writes of lower epochs are stale as
-        before. Marks count in the tenant's bytes, and may be forgotten early to make room.
+        One that was taken leaves a tombstone with its epoch for so many seconds, so that writes of lower epochs are
+        stale as before. Tombstones count in the tenant's bytes, and may be forgotten early to make room.
         """
 
     async def bind(self, key: str, binding: Binding, ttl_s: float, expected: bytes | None) -> tuple[bool, Binding]:

@@ -99,7 +99,7 @@ class JournalServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Trim(self, request, context):
-        """Forgets streams. One that was taken leaves a mark with its epoch: a router that had it before, and writes late, gets STALE, and does not
+        """Forgets streams. One that was taken leaves a tombstone with its epoch: a router that had it before, and writes late, gets STALE, and does not
         write it again from the beginning. The one that had it last may.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -14,7 +14,7 @@ from lockstep_state.memory.shelf import ENTRY_BYTES, Entry, Room, Shelf
 _LOG_BYTES = 300
 """Memory of one choice without its tokens, about."""
 
-MAX_MARKS = 16_384
+MAX_TOMBSTONES = 16_384
 """Of all tenants; beyond it the oldest are forgotten."""
 
 
@@ -43,7 +43,7 @@ class Journals:
         self._limits = limits
         self.running: Shelf[Stream] = Shelf("running", room, clock, counts_streams=True)
         self.ended: Shelf[Stream] = Shelf("ended", room, clock, counts_streams=True)
-        self.marks: Shelf[int] = Shelf("marks", room, clock)
+        self.tombstones: Shelf[int] = Shelf("marks", room, clock)  # its name in the metrics
         """The epochs of trimmed streams that had been taken: who had one before must not open it again."""
 
     def append(self, write: Write) -> WriteResult:
@@ -73,26 +73,26 @@ class Journals:
             (self.running if stream.seal is None else self.ended).grow(key, 0, take.ttl_s)
         return StoredStream(stream.record, stream.logs, stream.seal, stream.epoch, stream.owner)
 
-    def trim(self, key: str, mark_ttl_s: float) -> bool:
-        """Forget a stream; whether there was one. One that was taken leaves a mark."""
+    def trim(self, key: str, tombstone_ttl_s: float) -> bool:
+        """Forget a stream; whether there was one. One that was taken leaves a tombstone."""
         self._find(key)  # one whose time is over is none
         entry = self.running.take(key) or self.ended.take(key)
         if entry is None:
             return False
         epoch = entry.value.epoch
         if epoch > 1:  # no write has an epoch below the first one
-            while len(self.marks) >= MAX_MARKS and self.marks.evict():
+            while len(self.tombstones) >= MAX_TOMBSTONES and self.tombstones.evict():
                 pass
-            self.marks.put(key, epoch, ENTRY_BYTES, entry.tenant, mark_ttl_s)
+            self.tombstones.put(key, epoch, ENTRY_BYTES, entry.tenant, tombstone_ttl_s)
         return True
 
     def _find(self, key: str) -> Entry[Stream] | None:
         return self.running.find(key) or self.ended.find(key)
 
     def _open(self, write: Write) -> WriteResult:
-        mark = self.marks.find(write.key)
-        if mark is not None and write.epoch < mark.value:
-            return results.stale(mark.value)
+        tombstone = self.tombstones.find(write.key)
+        if tombstone is not None and write.epoch < tombstone.value:
+            return results.stale(tombstone.value)
         opening = write.opening
         if opening is None:
             return results.plain(state_pb2.WRITE_OUTCOME_UNKNOWN)

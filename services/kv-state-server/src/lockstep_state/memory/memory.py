@@ -22,7 +22,7 @@ def _wall_ms() -> int:
 
 
 class MemoryBackend:
-    """Everything in memory. Blocks are evicted first, then streams that have ended, names, and marks of trimmed
+    """Everything in memory. Blocks are evicted first, then streams that have ended, names, and tombstones of trimmed
     streams; then calls are refused. For a block, blocks alone are evicted.
 
     Args:
@@ -46,7 +46,7 @@ class MemoryBackend:
         self._leases = Leases(self._room, clock, wall_ms)
         self._blocks: Shelf[bytes] = Shelf("blocks", self._room, clock)
         self._names: Shelf[Binding] = Shelf("names", self._room, clock)
-        evictable = (self._blocks, self._journals.ended, self._names, self._journals.marks)
+        evictable = (self._blocks, self._journals.ended, self._names, self._journals.tombstones)
         self._room.evict_from(cast("Sequence[Shelf[object]]", evictable))
 
     @property
@@ -71,9 +71,9 @@ class MemoryBackend:
         """See `Backend`."""
         return self._journals.read(key, None)
 
-    async def trim(self, tenant: str, keys: Sequence[str], mark_ttl_s: float) -> int:  # noqa: ARG002
+    async def trim(self, tenant: str, keys: Sequence[str], tombstone_ttl_s: float) -> int:  # noqa: ARG002
         """See `Backend`."""
-        return sum(self._journals.trim(key, mark_ttl_s) for key in keys)
+        return sum(self._journals.trim(key, tombstone_ttl_s) for key in keys)
 
     async def bind(self, key: str, binding: Binding, ttl_s: float, expected: bytes | None) -> tuple[bool, Binding]:
         """See `Backend`."""
@@ -148,7 +148,14 @@ class MemoryBackend:
     def expire(self) -> None:
         """Forget what has expired."""
         journals = self._journals
-        for shelf in (journals.running, journals.ended, journals.marks, self._blocks, self._names, self._leases.shelf):
+        for shelf in (
+            journals.running,
+            journals.ended,
+            journals.tombstones,
+            self._blocks,
+            self._names,
+            self._leases.shelf,
+        ):
             shelf.expire()
             metrics.ENTRIES.labels(shelf.name).set(len(shelf))
         metrics.MEMORY_BYTES.set(self._room.used_bytes)

@@ -1,5 +1,5 @@
 -- Writes to one stream, completely or not at all.
--- KEYS: the stream's hash, its list of pieces, the mark that it left when it was trimmed. ARGV: epoch, ttl_ms, max_bytes, record, its fingerprints, choices, owner, seal,
+-- KEYS: the stream's hash, its list of pieces, the tombstone that it left when it was trimmed. ARGV: epoch, ttl_ms, max_bytes, record, its fingerprints, choices, owner, seal,
 -- its fingerprints, bytes after which the tenant's ledger is told, the life that the stream must have ('': any), the life that it gets if it
 -- is opened; then for each piece: choice, position, count, finish, value.
 -- The hash: e epoch, d fingerprint of r the record, n choices, o owner, s seal, t its fingerprint, b bytes, q bytes that the
@@ -35,8 +35,8 @@ local function change(field, value)
   changes[#changes + 1] = value
 end
 if is_new then
-  local mark = number(redis.pcall('GET', KEYS[3]))
-  if mark and epoch < mark then return answer(STALE, mark, 0, 0, -1) end
+  local tombstone = number(redis.pcall('GET', KEYS[3]))
+  if tombstone and epoch < tombstone then return answer(STALE, tombstone, 0, 0, -1) end
   if ARGV[4] == '' then return answer(UNKNOWN) end
   change('d', checked(first(ARGV[5])))
   change('r', ARGV[4])

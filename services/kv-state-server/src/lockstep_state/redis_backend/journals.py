@@ -1,4 +1,4 @@
-"""Journals of streams on Redis: a hash for each stream, a list of its pieces, and the mark that it may leave: all
+"""Journals of streams on Redis: a hash for each stream, a list of its pieces, and the tombstone that it may leave: all
 in one slot.
 
 What can be decided from numbers is decided by the script. Whether tokens that are there already are the same is decided
@@ -31,9 +31,9 @@ _COUNT_BYTES = 2
 _TRIES = 4
 """A write whose stream grows while its tokens are compared is tried again."""
 _LEDGER_STEP_BYTES = 16 << 10
-_MARKED = 2
-_MARK_BYTES = 200
-"""Memory of a mark in Redis, about."""
+_LEFT_TOMBSTONE = 2
+_TOMBSTONE_BYTES = 200
+"""Memory of a tombstone in Redis, about."""
 _PARSED = 256
 """Pieces parsed at a time, about 1.5 ms; in between the event loop serves others."""
 _UNAVAILABLE = state_pb2.WRITE_OUTCOME_UNAVAILABLE
@@ -96,20 +96,22 @@ class Journals:
         head = self._parse_head(key, fields)
         return await self.read(key, None) if head is None or _has_lost_seal(head, fields) else head
 
-    async def trim(self, tenant: str, keys: Sequence[str], mark_ttl_s: float) -> int:
-        """Forget streams; those that were taken leave marks."""
-        commands = [Command(self._keys_and_mark(key), (int(mark_ttl_s * 1000),), scripts.TRIM) for key in keys]
+    async def trim(self, tenant: str, keys: Sequence[str], tombstone_ttl_s: float) -> int:
+        """Forget streams; those that were taken leave tombstones."""
+        commands = [
+            Command(self._keys_and_tombstone(key), (int(tombstone_ttl_s * 1000),), scripts.TRIM) for key in keys
+        ]
         answers = await self._store.many("trim", commands)
         _raise_any(answers)
-        marked = [key for key, answer in zip(keys, answers, strict=True) if answer == _MARKED]
+        taken = [key for key, answer in zip(keys, answers, strict=True) if answer == _LEFT_TOMBSTONE]
         await self._ledger.forget("s", tenant, keys)
-        await self._ledger.note([("m", tenant, key, _MARK_BYTES, mark_ttl_s) for key in marked])
+        await self._ledger.note([("m", tenant, key, _TOMBSTONE_BYTES, tombstone_ttl_s) for key in taken])
         return sum(map(bool, answers))
 
     def _keys(self, key: str) -> tuple[str, str]:
         return self._store.key("stream", key), self._store.key("stream", key, ":pieces")
 
-    def _keys_and_mark(self, key: str) -> tuple[str, str, str]:
+    def _keys_and_tombstone(self, key: str) -> tuple[str, str, str]:
         return *self._keys(key), self._store.key("stream", key, ":mark")
 
     async def _reserve(self, writes: Sequence[Write]) -> dict[int, WriteResult]:
@@ -146,7 +148,7 @@ class Journals:
             value = self._values.write(f"{place}:p", piece.SerializeToString())
             pieces += [piece.choice, piece.position, len(piece.ids), int(piece.finish), value]
         arguments = (*head, seal, seal_prints, _LEDGER_STEP_BYTES, life, _new_life(), *pieces)
-        return Command(self._keys_and_mark(write.key), arguments, scripts.APPEND)
+        return Command(self._keys_and_tombstone(write.key), arguments, scripts.APPEND)
 
     async def _compare(self, write: Write) -> Any:
         """The script's answer for a write with tokens that are there already."""

@@ -1,4 +1,4 @@
--- What a tenant has: a reservation for each of its streams and marks, or of its blocks, which ends by itself. KEYS: sorted set of members by the end of
+-- What a tenant has: a reservation for each of its streams and tombstones, or of its blocks, which ends by itself. KEYS: sorted set of members by the end of
 -- their time in ms, hash of their bytes ('#': of all, '$': number of streams, both with a checksum). ARGV: member, bytes (-1: remove it), ttl_ms,
 -- greatest bytes and greatest number of streams ('': reserve whatever they are). Members that are streams begin with s. Returns 1, or 0 if
 -- refused. Damaged sums are forgotten with all that they count.

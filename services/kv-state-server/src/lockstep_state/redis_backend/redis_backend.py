@@ -59,9 +59,9 @@ class RedisBackend:
         """See `Backend`."""
         return await self._journals.head(key)
 
-    async def trim(self, tenant: str, keys: Sequence[str], mark_ttl_s: float) -> int:
+    async def trim(self, tenant: str, keys: Sequence[str], tombstone_ttl_s: float) -> int:
         """See `Backend`."""
-        return await self._journals.trim(tenant, keys, mark_ttl_s)
+        return await self._journals.trim(tenant, keys, tombstone_ttl_s)
 
     async def bind(self, key: str, binding: Binding, ttl_s: float, expected: bytes | None) -> tuple[bool, Binding]:
         """See `Backend`."""
