@@ -363,10 +363,13 @@ def entry(name, tp, *, exact=False):
     if isinstance(few, str):
         return few
     layers = MODELS[name][1]
-    return {step: cost if isinstance(cost, str) else _whole(cost, more[step], layers) for step, cost in few.items()}
+    return {
+        step: cost if isinstance(cost, str) else _with_all_layers(cost, more[step], layers)
+        for step, cost in few.items()
+    }
 
 
-def _whole(two, three, layers):
+def _with_all_layers(two, three, layers):
     """Two layers, and as many more as there are."""
     return {field: number + (layers - 2) * (three.numbers()[field] - number) for field, number in two.numbers().items()}
 

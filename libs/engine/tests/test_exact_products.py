@@ -81,8 +81,8 @@ def test_segments_of_a_sum_give_a_row_the_same_bits_in_one_program_and_in_many(i
 def test_many_rows_have_the_tile_that_a_gpu_has_shared_memory_for(monkeypatch):
     for arch in LIMITS:
         monkeypatch.setattr(triton_attention, "limits", lambda _, arch=arch: LIMITS[arch])
-        for rows, whole in itertools.product((1, 17, 65, 257, 5000), (False, True)):
-            tile = triton_linear.tile_for(torch.float16, rows, torch.device("cpu"), whole=whole)
+        for rows, one_segment in itertools.product((1, 17, 65, 257, 5000), (False, True)):
+            tile = triton_linear.tile_for(torch.float16, rows, torch.device("cpu"), one_segment=one_segment)
             assert tile.shared_bytes <= (99 if arch in (86, 89) or rows <= 64 else 144) * 1024
 
 

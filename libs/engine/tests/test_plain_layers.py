@@ -151,7 +151,7 @@ def test_a_whole_model_has_the_bits_of_its_parts(threads, dtype, lengths, count)
         chosen = torch.tensor(wanted, dtype=torch.int64)
         expected = head(cpu.add_rms_norm(x[chosen], delta[chosen], last.weight, last.eps))
         ends = PlainEnds(embedding, last, head, *angles)
-        outs.append(fused.whole_model(ends, ids, steps[1], chosen))
+        outs.append(fused.run_model(ends, ids, steps[1], chosen))
         assert torch.equal(outs[-1], expected)
         assert torch.equal(fused.step(embedding[ids].float(), *angles, steps[1].positions, steps[1]), delta)
         assert torch.equal(caches[0].keys, caches[1].keys)
@@ -166,10 +166,8 @@ def test_buffers_of_small_steps_are_bounded():
     for rows in (*range(1, 20), 40):
         step = step_of([0] * 20, [rows, *[1] * 19], KvCache(**size, device=torch.device("cpu")))
         for wanted in range(1, 4):
-            fused.whole_model(ends, torch.zeros(rows + 19, dtype=torch.int64), step, torch.arange(wanted))
+            fused.run_model(ends, torch.zeros(rows + 19, dtype=torch.int64), step, torch.arange(wanted))
             step_of_one = step_of([0], [1], KvCache(**size, device=torch.device("cpu")))
-            fused.whole_model(
-                ends, torch.zeros(1, dtype=torch.int64), step_of_one, torch.zeros(rows, dtype=torch.int64)
-            )
+            fused.run_model(ends, torch.zeros(1, dtype=torch.int64), step_of_one, torch.zeros(rows, dtype=torch.int64))
     assert 0 < len(fused._small) <= 16
     assert all(max(key[:2]) <= 16 for key in fused._small)

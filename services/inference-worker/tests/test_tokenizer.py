@@ -75,7 +75,7 @@ def test_the_configuration_may_be_missing(model_dir):
     ("name", "content", "sentence"),
     [
         ("tokenizer.json", None, "tokenizer.json is missing"),
-        ("tokenizer.json", '{"model": {"voc', "not whole JSON"),
+        ("tokenizer.json", '{"model": {"voc', "not complete JSON"),
         ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json is no tokenizer: "),
         ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}', "is no tokenizer: "),
         ("tokenizer_config.json", "[]", "not a JSON object"),

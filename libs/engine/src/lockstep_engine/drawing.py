@@ -66,8 +66,8 @@ def _least_kept(weights: torch.Tensor, cut: Cut) -> torch.Tensor:
 def _largest(weights: torch.Tensor, depth: int) -> torch.Tensor:
     """[rows, depth]: the largest weights, in descending order."""
     if weights.device.type != "cpu":
-        whole = depth == weights.shape[1]
-        return weights.sort(dim=-1, descending=True).values if whole else torch.topk(weights, depth).values
+        is_full_sort = depth == weights.shape[1]
+        return weights.sort(dim=-1, descending=True).values if is_full_sort else torch.topk(weights, depth).values
     numbers = weights.numpy()  # numpy's vector sort takes a tenth of torch's time
     if depth < numbers.shape[1]:
         numbers = np.partition(numbers, numbers.shape[1] - depth, axis=-1)[:, -depth:]

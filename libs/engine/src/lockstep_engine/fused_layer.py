@@ -85,10 +85,10 @@ class FusedLayers:
             step.delta = delta.data_ptr()
         return delta
 
-    def whole_model(
+    def run_model(
         self, model: "PlainEnds", ids: torch.Tensor, paged: CompiledAttention, wanted: torch.Tensor
     ) -> torch.Tensor:
-        """Run a whole model in one call; on one rank.
+        """Run a model, from ids to logits, in one call; on one rank.
 
         Args:
             model: what it has around the layers.
@@ -277,7 +277,7 @@ class FusedDecoder:
     def logits(self, ids: torch.Tensor, attention: CompiledAttention, rows: torch.Tensor) -> torch.Tensor:
         """See `BuiltModel.logits`."""
         if self._ends is not None:
-            return self._layers.whole_model(self._ends, ids, attention, rows)
+            return self._layers.run_model(self._ends, ids, attention, rows)
         logits: torch.Tensor = self._head(self._states(*self._stream(ids, attention), rows))
         return logits
 

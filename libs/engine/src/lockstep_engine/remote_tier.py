@@ -372,11 +372,11 @@ class RemoteTier:
             return max(indices, default=-1) + 1
         usable = blocks.match(keys).usable
 
-        is_whole = not cold and len(indices) <= indices[-1]
+        needs_all = not cold and len(indices) <= indices[-1]
         """The hot window and the sink behind it: of no use without any of these blocks."""
 
         def recompute_s(count: int) -> float:
-            if count < (len(missing) if is_whole else 1):
+            if count < (len(missing) if needs_all else 1):
                 return self.recompute_s(0)
             end = min(len(keys), missing[min(count, len(missing)) - 1] + 1 + ahead)
             return self.recompute_s(max(0, end - usable) * BLOCK_SIZE)

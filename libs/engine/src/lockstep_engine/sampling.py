@@ -91,8 +91,8 @@ class Sampler:
                 Copies of some rows are not, and a copy of one may be.
         """
         if self._kernels is not None:
-            whole = -(-self._vocab_size // ranks) * ranks
-            for width, drawn in itertools.product({whole, self._vocab_size}, {dtype, torch.float32}):
+            padded = -(-self._vocab_size // ranks) * ranks
+            for width, drawn in itertools.product({padded, self._vocab_size}, {dtype, torch.float32}):
                 self._kernels.launch_all(self._vocab_size, width, dtype, drawn, self._device)
 
     def last(self, sampling_rows: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,8 @@ def held_shards(features: int, ranks: int, shards: int = SHARDS) -> int:
         ranks: that share them.
         shards: most shards, a power of two; 1: each rank's part is one.
     """
-    whole = math.gcd(shards, features)
-    return whole // ranks if whole % ranks == 0 else 1
+    total = math.gcd(shards, features)
+    return total // ranks if total % ranks == 0 else 1
 
 
 def add_in_tree(parts: Sequence[torch.Tensor] | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

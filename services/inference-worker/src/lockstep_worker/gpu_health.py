@@ -98,7 +98,7 @@ class _Gpu:
     rank: str
     handle: Any
     """The GPU, or the MIG instance."""
-    whole: Any
+    device: Any
     """The GPU: an instance has no heat, power and errors of its own."""
     uuid: str
     """Of the GPU."""
@@ -154,8 +154,8 @@ class _Watch:
             if len(alike) != 1:
                 raise _UnusableError(f"{len(alike)} GPUs have a UUID that begins with {name}")
             (handle,) = alike
-        whole = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle) if name.startswith("MIG-") else handle
-        return _Gpu(rank, handle, whole, str(nvml.nvmlDeviceGetUUID(whole)))
+        device = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle) if name.startswith("MIG-") else handle
+        return _Gpu(rank, handle, device, str(nvml.nvmlDeviceGetUUID(device)))
 
     def _subscribe(self) -> Any:
         """Events of critical errors; None: the driver has none for these GPUs."""
@@ -164,7 +164,7 @@ class _Watch:
         for gpu in {gpu.uuid: gpu for gpu in self._gpus}.values():
             try:
                 events = nvml.nvmlEventSetCreate() if events is None else events
-                nvml.nvmlDeviceRegisterEvents(gpu.whole, nvml.nvmlEventTypeXidCriticalError, events)
+                nvml.nvmlDeviceRegisterEvents(gpu.device, nvml.nvmlEventTypeXidCriticalError, events)
             except nvml.NVMLError as error:
                 problem = {"rank": int(gpu.rank), "problem": _said(error)}
                 logger.warning("XID errors of a GPU are not known", extra=problem)
@@ -182,7 +182,7 @@ class _Watch:
         uuid, xid = self._uuid(event.device), int(event.eventData)
         for gpu in self._gpus:
             # A GPU that has fallen off the bus, which is an event too, does not even tell its name any more.
-            if gpu.uuid == uuid or (not uuid and not self._uuid(gpu.whole)):
+            if gpu.uuid == uuid or (not uuid and not self._uuid(gpu.device)):
                 metrics.XID_ERRORS.labels(gpu.rank, str(xid)).inc()
                 logger.error("the driver has reported an error of a GPU", extra={"rank": int(gpu.rank), "xid": xid})
 
@@ -226,17 +226,17 @@ class _Watch:
         metrics.UTILIZATION.labels(gpu.rank).set(percent / 100)
 
     def _read_power(self, gpu: _Gpu) -> None:
-        milliwatts = self._nvml.nvmlDeviceGetPowerUsage(gpu.whole)
+        milliwatts = self._nvml.nvmlDeviceGetPowerUsage(gpu.device)
         metrics.POWER.labels(gpu.rank).set(milliwatts / _MILLI)
 
     def _read_temperature(self, gpu: _Gpu) -> None:
         nvml = self._nvml
-        celsius = nvml.nvmlDeviceGetTemperature(gpu.whole, nvml.NVML_TEMPERATURE_GPU)
+        celsius = nvml.nvmlDeviceGetTemperature(gpu.device, nvml.NVML_TEMPERATURE_GPU)
         metrics.TEMPERATURE.labels(gpu.rank).set(celsius)
 
     def _read_throttling(self, gpu: _Gpu) -> None:
         nvml = self._nvml
-        reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu.whole)
+        reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu.device)
         for name, ends in _THROTTLING.items():
             mask = sum(getattr(nvml, f"nvmlClocksEventReason{end}") for end in ends)
             metrics.THROTTLED.labels(gpu.rank, name).set(bool(reasons & mask))
@@ -245,7 +245,7 @@ class _Watch:
         nvml = self._nvml
         for kind in ("corrected", "uncorrected"):
             number = getattr(nvml, f"NVML_MEMORY_ERROR_TYPE_{kind.upper()}")
-            count = nvml.nvmlDeviceGetTotalEccErrors(gpu.whole, number, nvml.NVML_VOLATILE_ECC)
+            count = nvml.nvmlDeviceGetTotalEccErrors(gpu.device, number, nvml.NVML_VOLATILE_ECC)
             gpu.grow(kind, metrics.ECC_ERRORS.labels(gpu.rank, kind), count)
 
     def _read_links(self, gpu: _Gpu) -> None:
@@ -253,14 +253,14 @@ class _Watch:
         states: list[bool] = []
         for link in range(_MAX_LINKS):
             try:
-                is_up = bool(nvml.nvmlDeviceGetNvLinkState(gpu.whole, link))
+                is_up = bool(nvml.nvmlDeviceGetNvLinkState(gpu.device, link))
             except nvml.NVMLError:
                 continue  # the GPU has no such link
             states.append(is_up)
             for kind in _LINK_ERRORS if is_up else ():
                 with contextlib.suppress(nvml.NVMLError):
                     number = getattr(nvml, f"NVML_NVLINK_ERROR_DL_{kind}")
-                    count = nvml.nvmlDeviceGetNvLinkErrorCounter(gpu.whole, link, number)
+                    count = nvml.nvmlDeviceGetNvLinkErrorCounter(gpu.device, link, number)
                     # Each count by itself: their sum falls when a link goes down, and that is no new beginning.
                     gpu.grow(f"link {link} {kind}", metrics.NVLINK_ERRORS.labels(gpu.rank), count)
         metrics.NVLINKS.labels(gpu.rank, "up").set(sum(states))

@@ -71,7 +71,7 @@ def _parse(directory: Path, name: str, content: bytes) -> dict[str, object]:
     try:
         value = json.loads(content)
     except ValueError as error:
-        raise _refuse(directory, f"{name} is not whole JSON: {error}") from None
+        raise _refuse(directory, f"{name} is not complete JSON: {error}") from None
     if not isinstance(value, dict):
         raise _refuse(directory, f"{name} is not a JSON object")
     return value

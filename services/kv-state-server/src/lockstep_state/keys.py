@@ -23,6 +23,6 @@ class Kind(StrEnum):
 
 def key_of(kind: Kind, tenant: str, *parts: bytes) -> str:
     """The key of one thing of a tenant. Lengths are hashed too, so that no two lists of parts are equal."""
-    whole = (kind.encode(), tenant.encode(), *parts)
-    hashed = b"".join([len(part).to_bytes(4, "big") + part for part in whole])
+    named = (kind.encode(), tenant.encode(), *parts)
+    hashed = b"".join([len(part).to_bytes(4, "big") + part for part in named])
     return hashlib.sha256(hashed).hexdigest()[: 2 * _BYTES]

@@ -448,12 +448,12 @@ def _panels(weight: torch.Tensor) -> torch.Tensor:
     outputs, inputs = weight.shape
     panels = huge_pages.empty((-(-outputs // _PANEL), inputs, _PANEL), weight.dtype)
     halves = 2 if weight.dtype is torch.bfloat16 else 1
-    whole, rest = divmod(outputs, _PANEL)
-    _fill(panels[:whole], weight[: outputs - rest], halves)
+    full, rest = divmod(outputs, _PANEL)
+    _fill(panels[:full], weight[: outputs - rest], halves)
     if rest:
         last = weight.new_zeros(_PANEL, inputs)
         last[:rest] = weight[outputs - rest :]
-        _fill(panels[whole:], last, halves)
+        _fill(panels[full:], last, halves)
     return panels
 
 

@@ -97,9 +97,9 @@ INLINE vec NAME(exp)(vec x) {
     int_vec below = x < -87.0f;
     x = SELECT(below, (vec){}, x);
     int_vec n = __builtin_convertvector(x * 1.44269504088896341f - 0.5f, int_vec);
-    vec whole = __builtin_convertvector(n, vec);
-    vec r = NAME(fma)(whole, EVERY(-0.693359375f), x);
-    r = NAME(fma)(whole, EVERY(2.12194440e-4f), r);
+    vec power = __builtin_convertvector(n, vec);
+    vec r = NAME(fma)(power, EVERY(-0.693359375f), x);
+    r = NAME(fma)(power, EVERY(2.12194440e-4f), r);
     vec p = NAME(fma)(r, EVERY(1.9875691500e-4f), EVERY(1.3981999507e-3f));
     p = NAME(fma)(p, r, EVERY(8.3334519073e-3f));
     p = NAME(fma)(p, r, EVERY(4.1665795894e-2f));

@@ -284,8 +284,8 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
     if block_q > 1 and not (windowed or compressed):
         # All queries see all keys of tiles before the first query's.
         every, each_row = tl.full((block_n,), True, tl.int1), tl.full((1, 1), True, tl.int1)
-        whole_end = tl.minimum((first_position + 1) // block_n, share_end)
-        for key_tile in range(hot_from, whole_end):
+        all_seen_end = tl.minimum((first_position + 1) // block_n, share_end)
+        for key_tile in range(hot_from, all_seen_end):
             at = key_tile * block_n + n
             ids = tl.load(hot_tables + table + at // _BLOCK)
             pieces = kv_head.to(tl.int64) * hot_blocks + ids
@@ -293,7 +293,7 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
             none = tl.full((block_n,), 0.0, tl.float32)
             scores = _score(queries, k, none, at, bias, bias_row, each_row, scale, soft_cap, False, capped, biased)
             acc, peak, totals = _fold(acc, peak, totals, scores, each_row, v, none, False, deferred)
-        hot_from = tl.maximum(hot_from, whole_end)
+        hot_from = tl.maximum(hot_from, all_seen_end)
     for step in range(hot_from, share_end):
         hot_step = step - cold_tiles
         key_tile = tl.where(hot_step < sink_tiles, first_tile + hot_step, hot_tile + hot_step - sink_tiles)

@@ -146,12 +146,12 @@ def _attend_exact(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it
         largest = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)[:, None]
         cold_queries, cold_scale = (wide / largest).to(tl.float16), largest * scale
 
-    whole_peak = tl.full((block_m,), float("-inf"), tl.float32)
-    whole_total = tl.full((block_m,), 0.0, tl.float32)
+    merged_peak = tl.full((block_m,), float("-inf"), tl.float32)
+    merged_total = tl.full((block_m,), 0.0, tl.float32)
     if sunk and not split_up:
-        whole_peak = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * _LOG2E
-        whole_total = tl.full((block_m,), 1.0, tl.float32)
-    whole = tl.full((block_m, dim_pad), 0.0, tl.float32)
+        merged_peak = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * _LOG2E
+        merged_total = tl.full((block_m,), 1.0, tl.float32)
+    merged = tl.full((block_m, dim_pad), 0.0, tl.float32)
 
     first_segment = first_tile // segment_tiles
     for segment in range(first_segment + share, (end_tile + segment_tiles - 1) // segment_tiles, tl.num_programs(2)):
@@ -220,12 +220,12 @@ def _attend_exact(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it
         sinks_here = tl.maximum(tl.minimum(sink_end_tile, to_tile) - sink_from, 0)
         hot_from = tl.maximum(hot_tile, from_tile)
         hot_here = tl.maximum(tl.minimum(end_tile, to_tile) - hot_from, 0)
-        whole_here = 0
+        all_seen_here = 0
         if block_q > 1 and not (windowed or compressed):
             # All queries see all keys of tiles before the first query's.
             every, each_row = tl.full((block_n,), True, tl.int1), tl.full((1, 1), True, tl.int1)
-            whole_here = tl.maximum(tl.minimum((first_position + 1) // block_n, to_tile) - hot_from, 0)
-            for key_tile in range(hot_from, hot_from + whole_here):
+            all_seen_here = tl.maximum(tl.minimum((first_position + 1) // block_n, to_tile) - hot_from, 0)
+            for key_tile in range(hot_from, hot_from + all_seen_here):
                 at = key_tile * block_n + n
                 ids = tl.load(hot_tables + table + at // _BLOCK)
                 pieces = kv_head.to(tl.int64) * hot_blocks + ids
@@ -233,7 +233,7 @@ def _attend_exact(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it
                 none = tl.full((block_n,), 0.0, tl.float32)
                 scores = _score(queries, k, none, at, bias, bias_row, each_row, scale, soft_cap, False, capped, biased)
                 acc, peak, totals = _add_tile(acc, peak, totals, scores, each_row, v, none, False)
-        for step in range(whole_here, sinks_here + hot_here):
+        for step in range(all_seen_here, sinks_here + hot_here):
             key_tile = tl.where(step < sinks_here, sink_from + step, hot_from + step - sinks_here)
             at = key_tile * block_n + n
             block = key_tile * (block_n // _BLOCK) + n // _BLOCK
@@ -262,13 +262,13 @@ def _attend_exact(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it
             tl.store(stats + part * 2, peak, mask=valid)
             tl.store(stats + part * 2 + 1, total, mask=valid)
         else:
-            whole_peak, keep, add = _shares(whole_peak, peak)
-            whole_total = whole_total * keep + total * add
-            whole = whole * keep[:, None] + acc * add[:, None]
+            merged_peak, keep, add = _shares(merged_peak, peak)
+            merged_total = merged_total * keep + total * add
+            merged = merged * keep[:, None] + acc * add[:, None]
 
     if not split_up:
         heads = tl.num_programs(1) * per_head
-        result = whole / tl.where(whole_total == 0.0, 1.0, whole_total)[:, None]
+        result = merged / tl.where(merged_total == 0.0, 1.0, merged_total)[:, None]
         out_at = (row * heads + head)[:, None] * dim + d[None, :]
         tl.store(out + out_at, result.to(out.dtype.element_ty), mask=inside)
 

@@ -53,7 +53,7 @@ every GPU since Ampere has.
 _BROAD = Tile(outs=128, tokens=128, ins=64, warps=8, stages=3)
 """For 16 bits and more rows, where the next two are not chosen or the GPU has no shared memory for them."""
 _BROAD_SEGMENTED = Tile(outs=128, tokens=128, ins=64, warps=8, stages=4)
-_BROAD_WHOLE = Tile(outs=256, tokens=128, ins=64, warps=8, stages=3)
+_BROAD_ONE_SEGMENT = Tile(outs=256, tokens=128, ins=64, warps=8, stages=3)
 """For layers of one segment: without a second accumulator a thread has registers for so many results."""
 _WIDE = Tile(outs=32, tokens=32, ins=32, warps=4, stages=2)
 """For float32, which is multiplied without the matrix units: they would round it."""
@@ -264,7 +264,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
         raise ValueError(f"product: x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}")
     batch, tokens, ins = x.shape
     outs = weight.shape[2]
-    tile = tile_for(x.dtype, tokens, x.device, whole=segment_of(outs, ins) == ins)
+    tile = tile_for(x.dtype, tokens, x.device, one_segment=segment_of(outs, ins) == ins)
     if bias is not None and bias.shape != (outs,):
         raise ValueError(f"product: bias {tuple(bias.shape)} is not [{outs}]")
     out = torch.empty(batch, tokens, outs, dtype=x.dtype, device=x.device)
@@ -354,14 +354,15 @@ def grouped(
     return out
 
 
-def tile_for(dtype: torch.dtype, rows: int, device: torch.device, *, whole: bool = False) -> Tile:
+def tile_for(dtype: torch.dtype, rows: int, device: torch.device, *, one_segment: bool = False) -> Tile:
     """The tile of a product.
 
     Args:
         dtype: of x.
         rows: of x; of experts, as many as an expert has on average.
         device: where it runs.
-        whole: whether it is a layer of one segment; of experts, no: on some GPUs they lack registers for its tile.
+        one_segment: whether it is a layer of one segment. False for experts: on some GPUs they lack registers for its
+            tile.
 
     Raises:
         ValueError: there is no kernel for the type.
@@ -373,7 +374,7 @@ def tile_for(dtype: torch.dtype, rows: int, device: torch.device, *, whole: bool
     for most, tile in zip(PRODUCT_ROWS, _NARROW, strict=False):
         if rows <= most:
             return tile
-    if whole and rows <= PRODUCT_ROWS[-1]:
+    if one_segment and rows <= PRODUCT_ROWS[-1]:
         return _BROAD
-    broad = _BROAD_WHOLE if whole else _BROAD_SEGMENTED
+    broad = _BROAD_ONE_SEGMENT if one_segment else _BROAD_SEGMENTED
     return broad if broad.shared_bytes <= triton_attention.limits(device).shared_bytes else _BROAD

@@ -76,8 +76,8 @@ class Tensors:
     def read(self, name: str, *index: slice) -> torch.Tensor:
         """A slice of a tensor; all of it without an index."""
         if not index:
-            whole: torch.Tensor = self._owner[name].get_tensor(name)
-            return whole
+            tensor: torch.Tensor = self._owner[name].get_tensor(name)
+            return tensor
         part: torch.Tensor = self._owner[name].get_slice(name)[index]
         return part
 

@@ -207,10 +207,10 @@ class Journals:
             if keep % _PARSED == 0:
                 await asyncio.sleep(0)
         ends = [(_field(raw, b"l%d" % choice), _field(raw, b"f%d" % choice)) for choice in range(len(logs))]
-        is_whole = keep == len(raw.pieces) and ends == [(len(log.ids), log.finish) for log in logs]
-        if is_whole and not _has_lost_seal(head, raw.fields):
+        is_complete = keep == len(raw.pieces) and ends == [(len(log.ids), log.finish) for log in logs]
+        if is_complete and not _has_lost_seal(head, raw.fields):
             return head
-        seal = head.seal if is_whole else None
+        seal = head.seal if is_complete else None
         await self._repair(key, raw, keep, logs, keeps_seal=seal is not None)
         return replace(head, seal=seal)
 
