@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lockstep_tools.load.generator import Mark, Traffic
+from lockstep_tools.load.generator import Moment, Traffic
 from lockstep_tools.serving.status import READY
 from machine import kill, wait_for
 from system import Json, System
@@ -25,7 +25,7 @@ class Kill:
 
     kind: str
     victim: str
-    mark: Mark
+    at: Moment
     streams: int
     """Number of streams that ran on its worker."""
 
@@ -60,7 +60,10 @@ class Killer:
             time.sleep(0.05)  # it died by the last kill, and the router does not know it yet
         name = worker["id"] if rank is None else f"{worker['id']}/{rank['rank']}"
         made = Kill(
-            WORKER if rank is None else RANK, name, self._traffic.mark(f"killed {name}"), streams=worker["running"]
+            WORKER if rank is None else RANK,
+            name,
+            self._traffic.note_moment(f"killed {name}"),
+            streams=worker["running"],
         )
         self.kills.append(made)
         self._log(f"killed {made.kind} {name} (pid {pid}, {worker['state']}) under {made.streams} streams")

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 from killing import percentile
-from lockstep_tools.load.generator import Mark
+from lockstep_tools.load.generator import Moment
 from lockstep_tools.load.history import History
 from machine import wait_for
 
@@ -26,7 +26,7 @@ _WITHIN_S = 2.0
 class Silence:
     """Of one stream that moved. Times are in seconds."""
 
-    whole_s: float
+    silence_s: float
     prefill_s: float
     prefill_tokens: int
     """Of its prompt and its answer so far."""
@@ -40,11 +40,11 @@ class Silence:
     @property
     def rest_s(self) -> float:
         """The silence without the prefill. A client that read the token before late has a shorter one."""
-        return max(0.0, self.whole_s - self.prefill_s)
+        return max(0.0, self.silence_s - self.prefill_s)
 
 
-def longest_gap_between_s(history: History, first: Mark, last: Mark) -> float:
-    """The longest silence of a stream that ended between two marks, so that it has nothing of a fault at the second."""
+def longest_gap_between_s(history: History, first: Moment, last: Moment) -> float:
+    """The longest silence that ended between two moments, so that it has nothing of a fault at the second one."""
     spoken = history.spoken
     gaps = (after.at_s - before.at_s for before, after in pairwise(spoken) if first.at_s < after.at_s <= last.at_s)
     return max(gaps, default=0.0)
@@ -68,7 +68,7 @@ def newest_records(management_url: str, since: float, count: int) -> dict[int, d
 
 
 def silences(
-    histories: Sequence[History], records: dict[int, dict[str, Any]], calm: Mark, fault: Mark, death_s: float
+    histories: Sequence[History], records: dict[int, dict[str, Any]], calm: Moment, fault: Moment, death_s: float
 ) -> list[Silence]:
     """Of those streams that moved once."""
     found = []
@@ -93,7 +93,7 @@ def silences(
 def described(found: Sequence[Silence]) -> str:
     """`silence p50 51, p99 80; prefill …`, in milliseconds."""
     parts = {
-        "silence": [each.whole_s for each in found],
+        "silence": [each.silence_s for each in found],
         "prefill": [each.prefill_s for each in found],
         "silence without it": [each.rest_s for each in found],
         "end of a killed process": [each.death_s for each in found],

@@ -62,10 +62,10 @@ async def test_64_streams_while_a_worker_is_killed(paced: Paced, summarize: Call
     assert [history.error for history in undisturbed] == [None] * STREAMS
     async with Traffic(endpoint, request, clients=STREAMS, requests=STREAMS) as run:
         await run.streaming()
-        calm = run.mark("calm")
+        calm = run.note_moment("calm")
         await asyncio.sleep(1.0)
         os.kill(paced.workers[0].pid, signal.SIGKILL)
-        killed = run.mark("killed")
+        killed = run.note_moment("killed")
     comparison = compare(run.histories, undisturbed)
     before = [longest_gap_between_s(history, calm, killed) for history in run.histories]
     after = [history.longest_gap_s(killed.at_s, killed.at_s + 2) for history in run.histories]

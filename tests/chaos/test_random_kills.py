@@ -28,7 +28,7 @@ def summary(kills: list[Kill], comparison: Comparison, run: Traffic, *, seed: in
     wrong = f"{comparison.failed} failed, {comparison.lost_tokens} tokens lost, {comparison.doubled_tokens} doubled"
     lines = [f"chaos: {went}: {wrong}, {len(comparison.problems)} other problems"]
     for kind in (RANK, WORKER):
-        gaps_ms = [1e3 * run.gap_s(kill.mark) for kill in kills if kill.kind == kind]
+        gaps_ms = [1e3 * run.gap_s(kill.at) for kill in kills if kill.kind == kind]
         hit = sum(kill.streams > 0 for kill in kills if kill.kind == kind)
         lines.append(
             f"  {len(gaps_ms)} {kind}s, {hit} of them with streams: longest silence of any client "
@@ -62,7 +62,7 @@ async def test_no_stream_is_changed_by_random_kills(
         summarize(text)
         assert comparison.problems == [], text
         assert comparison.holds, text
-        assert max(run.gap_s(kill.mark) for kill in killer.kills) < _WORST_GAP_S
+        assert max(run.gap_s(kill.at) for kill in killer.kills) < _WORST_GAP_S
         system.until_ready()
         system.until_idle(within_s=10)
     assert left_since(before) == []

@@ -87,7 +87,7 @@ class World:
         since = wall_clock()
         async with Traffic(self.endpoint, request, clients=STREAMS, requests=STREAMS) as run:
             await run.streaming(timeout_s=_PATIENCE_S)
-            calm = run.mark("calm")
+            calm = run.note_moment("calm")
             async with asyncio.timeout(_PATIENCE_S):
                 while any(len(history.spoken) < _BEGUN for history in run.running):
                     await asyncio.sleep(0.005)
@@ -95,7 +95,7 @@ class World:
             victim = max(workers.values(), key=lambda worker: int(worker["streams"]))
             pid = choose(victim)
             with contextlib.closing(Death(pid)) as death:
-                fault = run.mark("fault")
+                fault = run.note_moment("fault")
                 os.kill(pid, number)
                 await run.finish()
         comparison = compare(run.histories, self.undisturbed)

@@ -71,17 +71,17 @@ async def test_times_between_tokens_are_soon_as_before(
     async with Traffic(Endpoint(system.api), request, clients=CLIENTS) as run:
         await run.streaming()
         await asyncio.sleep(_WINDOW_S)
-        calm = run.mark("calm")
+        calm = run.note_moment("calm")
         await asyncio.sleep(_CALM_S)
         (paces / "w1").write_text(SLOW)
-        slow = run.mark("slow")
+        slow = run.note_moment("slow")
         seen_s: list[float] = []
         for _ in range(int(_SLOW_S)):
             await asyncio.sleep(1.0)
             worker = await asyncio.to_thread(system.worker, "w1")
             if "slow" in worker["health"]["problems"]:
                 seen_s.append(asyncio.get_running_loop().time() - slow.at_s)
-        end = run.mark("end")
+        end = run.note_moment("end")
     assert [history.error for history in run.histories if history.error] == []
     before_s = p99_s(run.histories, calm.at_s, slow.at_s)
     windows = [

@@ -143,13 +143,13 @@ async def test_a_mark_finds_the_silence_that_it_caused(server: FakeOpenAI) -> No
     server.answer = answer
     async with Traffic(Endpoint(server.url), lambda number: request(), clients=2) as traffic:
         await traffic.streaming()
-        mark = traffic.mark("a pause")
+        moment = traffic.note_moment("a pause")
         await asyncio.sleep(0.4)
-    assert traffic.marks == [mark]
-    assert 0.28 < traffic.gap_s(mark) < 0.6
+    assert traffic.moments == [moment]
+    assert 0.28 < traffic.gap_s(moment) < 0.6
     assert traffic.running == []
     assert all(violations(history, require_ids=True) == [] for history in traffic.histories)
-    later = traffic.mark("after all")
+    later = traffic.note_moment("after all")
     assert traffic.gap_s(later) == 0.0
 
 

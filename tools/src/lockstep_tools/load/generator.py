@@ -1,7 +1,7 @@
 """The load generator: steady clients that stream from an endpoint and keep the history of every stream.
 
-There is no other: the bench reports its figures, tests and experiments check its histories. A test sets marks on the
-run's clock ("killed w0") and asks afterwards for the longest silence at each.
+There is no other: the bench reports its figures, tests and experiments check its histories. A test notes
+moments of the run ("killed w0") and asks afterwards for the longest silence at each.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _WORDS = (
 
 
 @dataclass(frozen=True)
-class Mark:
+class Moment:
     """A named moment of a run, on the monotonic clock."""
 
     name: str
@@ -148,7 +148,7 @@ class Traffic:
         self.histories: list[History] = []
         """The histories of all streams that have begun, in order of their beginning; without `keeps` of those that run.
         """
-        self.marks: list[Mark] = []
+        self.moments: list[Moment] = []
         self._endpoint = endpoint
         self._make = make
         self._clients = clients
@@ -184,11 +184,11 @@ class Traffic:
         """The streams that have begun and not ended."""
         return [history for history in self.histories if history.ended_s is None]
 
-    def mark(self, name: str) -> Mark:
-        """Set a mark at the current time."""
-        mark = Mark(name, time.monotonic())
-        self.marks.append(mark)
-        return mark
+    def note_moment(self, name: str) -> Moment:
+        """The current time under a name, which is kept in `moments`."""
+        moment = Moment(name, time.monotonic())
+        self.moments.append(moment)
+        return moment
 
     async def ended(self) -> None:
         """Wait until all clients have ended, or one has failed."""
@@ -216,14 +216,14 @@ class Traffic:
                 self._heard.clear()
                 await self._heard.wait()
 
-    def gap_s(self, mark: Mark, *, within_s: float = 2.0) -> float:
-        """The longest silence of any stream that ran at `mark`; counts silences that began at most `within_s` later."""
+    def gap_s(self, moment: Moment, *, within_s: float = 2.0) -> float:
+        """The longest silence of any stream that ran then; counts silences that began at most `within_s` later."""
         alive = [
             history
             for history in self.histories
-            if history.started_s <= mark.at_s and (history.ended_s is None or history.ended_s >= mark.at_s)
+            if history.started_s <= moment.at_s and (history.ended_s is None or history.ended_s >= moment.at_s)
         ]
-        return max((history.longest_gap_s(mark.at_s, mark.at_s + within_s) for history in alive), default=0.0)
+        return max((history.longest_gap_s(moment.at_s, moment.at_s + within_s) for history in alive), default=0.0)
 
     async def _client(self, client: int) -> None:
         assert self._http is not None
