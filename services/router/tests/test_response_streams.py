@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router.faces.grpc.service import SERVICE
-from lockstep_router.faces.openai.chunks import chunks_of, whole_of
+from lockstep_router.faces.openai.chunks import chunks_of, complete_body_of
 from lockstep_router.generation.parsing import Parsing
 from lockstep_router.generation.style import Style
 from lockstep_router.journals import ChoiceRecord, Outcome, Piece
@@ -119,7 +119,7 @@ async def test_events_do_not_depend_on_how_tokens_arrive(thinking, name):
     assert (last["id"], last["created_at"], last["instructions"]) == ("resp_r-1", 1_700_000_000, "Be brief.")
     source = Growing(1)
     source.logs[0].add(Piece(0, 0, ids, (), STOP))
-    assert json.loads(b"".join(await whole_of(reading_of(source, thinking)))) == last
+    assert json.loads(b"".join(await complete_body_of(reading_of(source, thinking)))) == last
 
 
 @pytest.mark.parametrize(

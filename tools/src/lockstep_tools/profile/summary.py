@@ -140,10 +140,10 @@ def describe(summary: Summary, profiles: list[RankProfile]) -> str:
     ]
     devices = {each.rank: each.device for each in profiles}
     for each in summary.ranks:
-        whole = each.step_s + each.idle_s
+        window_s = each.step_s + each.idle_s
         parts = (each.compute_s, each.transfer_s, each.waiting_s, each.idle_s)
         columns = "  ".join(
-            f"{1000 * part / max(1, summary.steps):7.2f} {100 * part / whole if whole else 0.0:3.0f} %"
+            f"{1000 * part / max(1, summary.steps):7.2f} {100 * part / window_s if window_s else 0.0:3.0f} %"
             for part in parts
         )
         step_ms = 1000 * each.step_s / max(1, summary.steps)

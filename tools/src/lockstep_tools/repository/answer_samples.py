@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import httpx
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
-from lockstep_router.faces.openai.chunks import chunks_of, whole_of
+from lockstep_router.faces.openai.chunks import chunks_of, complete_body_of
 from lockstep_router.faces.openai.format import inexact_mark, usage_body
 from lockstep_router.faces.openai.responses.format import ResponseEvent, ResponsesFormat, options_of
 from lockstep_router.faces.openai.responses.schemas import ResponsesRequest
@@ -226,7 +226,7 @@ async def _samples() -> Samples:
             for is_inexact in (False, True):
                 style = Style(kind, stream=True, include_usage=is_inexact, logprobs=has_logprobs)
                 reading = cast("Reading", _Reading(style, deltas, is_inexact=is_inexact))
-                found.setdefault(name, []).append(json.loads(b"".join(await whole_of(reading))))
+                found.setdefault(name, []).append(json.loads(b"".join(await complete_body_of(reading))))
                 reading = cast("Reading", _Reading(style, deltas, is_inexact=is_inexact))
                 async for chunks in chunks_of(reading):
                     found.setdefault(f"{name} chunk", []).extend(json.loads(each.data) for each in chunks)

@@ -101,15 +101,17 @@ def untested(values: set[Key], tests: list[Case]) -> set[Key]:
 
 def inert(values: set[Key], tests: list[Case], helm: str) -> set[Key]:
     """The values that change nothing in any test that sets them."""
-    whole: dict[int, str] = {}
+    rendered: dict[int, str] = {}
 
     def dead(key: Key) -> bool:
-        return not any(whole[id(test)] != _render(helm, test, set(mine)) for test in tests if (mine := test.sets(key)))
+        return not any(
+            rendered[id(test)] != _render(helm, test, set(mine)) for test in tests if (mine := test.sets(key))
+        )
 
     ordered = sorted(values)
     used = [test for test in tests if any(test.sets(key) for key in ordered)]
     with ThreadPoolExecutor(_HELMS_AT_ONCE) as pool:
-        whole.update(zip(map(id, used), pool.map(lambda test: _render(helm, test, set()), used), strict=True))
+        rendered.update(zip(map(id, used), pool.map(lambda test: _render(helm, test, set()), used), strict=True))
         return {key for key, is_dead in zip(ordered, pool.map(dead, ordered), strict=True) if is_dead}
 
 

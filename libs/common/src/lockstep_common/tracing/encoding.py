@@ -102,8 +102,8 @@ def _head(name: str, kind: Kind, has_remote_parent: bool, is_error: bool) -> byt
 def _around_time(name: str) -> tuple[bytes, bytes]:
     """What is before and after the time of an event without attributes."""
     after = _text(2, name)
-    whole = _part(11, b"\x09" + bytes(_TIME.size) + after)
-    return whole[: -len(after) - _TIME.size], after
+    event = _part(11, b"\x09" + bytes(_TIME.size) + after)
+    return event[: -len(after) - _TIME.size], after
 
 
 def _link(linked: TraceContext) -> bytes:
@@ -131,8 +131,8 @@ def _before_double(name: str) -> bytes:
 @lru_cache(_SAME)
 def _before_text(name: str, size: int) -> bytes:
     """What is before the bytes of a text of this size that is an attribute of a span."""
-    whole = _attribute(_OF_SPAN, name, "." * size)
-    return whole[: len(whole) - size]
+    attribute = _attribute(_OF_SPAN, name, "." * size)
+    return attribute[: len(attribute) - size]
 
 
 def _attributes(number: int, attributes: Mapping[str, Value]) -> bytes:

@@ -42,7 +42,7 @@ async def chunks_of(reading: Reading) -> AsyncIterator[list[Chunk]]:
         yield chunks
 
 
-async def whole_of(reading: Reading) -> Pieces:
+async def complete_body_of(reading: Reading) -> Pieces:
     """The answer as JSON, when it is complete.
 
     Raises:
@@ -56,7 +56,7 @@ async def whole_of(reading: Reading) -> Pieces:
     async for events in reading.events():
         for each in events:
             answer_format.add(each.delta)
-    return answer_format.whole(reading.usage, inexact_mark(is_inexact=bool(reading.inexact_choices)))
+    return answer_format.complete_body(reading.usage, inexact_mark(is_inexact=bool(reading.inexact_choices)))
 
 
 async def _chunks_of(reading: Reading, answer_format: Format) -> AsyncIterator[list[Chunk]]:

@@ -49,7 +49,7 @@ class Format(Protocol):
     def keep(self, indices: Sequence[int]) -> None:
         """Answer with these choices alone, in this order, once all deltas are collected."""
 
-    def whole(self, usage: Usage, more: Body) -> Pieces:
+    def complete_body(self, usage: Usage, more: Body) -> Pieces:
         """The collected answer with further fields, as JSON."""
 
 
@@ -95,7 +95,7 @@ class Column:
         self._separator = b","
 
     @property
-    def whole(self) -> Pieces:
+    def pieces(self) -> Pieces:
         """The list of all items."""
         return [*self._pieces, b"]"]
 
@@ -135,7 +135,7 @@ class Collected:
         before = to_json(body)[:-1] + b',"logprobs":{'
         for column in self._columns.values():
             yield before
-            yield from column.whole
+            yield from column.pieces
             before = b","
         yield self._more + b"}}"
 
@@ -152,7 +152,7 @@ class Head:
         """A body with these choices."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
-    def whole(self, kind: str, choices: Iterable[Iterable[bytes | bytearray]], more: Body) -> Pieces:
+    def complete_body(self, kind: str, choices: Iterable[Iterable[bytes | bytearray]], more: Body) -> Pieces:
         """A body as JSON, made of choices that are JSON already and of further fields."""
         head = to_json({"id": self.id, "object": kind, "created": self.created, "model": self.model})[:-1]
         pieces: list[bytes | bytearray] = [head + b',"choices":[']
@@ -207,7 +207,7 @@ class ChatFormat:
         """Drop the other messages."""
         self._collected = [self._collected[index] for index in indices]
 
-    def whole(self, usage: Usage, more: Body) -> Pieces:
+    def complete_body(self, usage: Usage, more: Body) -> Pieces:
         """The messages."""
         bodies: list[Body] = [
             {
@@ -219,7 +219,7 @@ class ChatFormat:
         ]
         more = {"usage": usage_body(usage), **more}
         choices = [choice.finish(body) for choice, body in zip(self._collected, bodies, strict=True)]
-        return self._head.whole("chat.completion", choices, more)
+        return self._head.complete_body("chat.completion", choices, more)
 
     def _chunk(self, index: int, delta: Body, logprobs: Body | None, finish_reason: str | None) -> Body:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
@@ -291,7 +291,7 @@ class CompletionFormat:
         self._collected = [self._collected[index] for index in indices]
         self._prefixes = [self._prefixes[index] for index in indices] if self._prefixes else ()
 
-    def whole(self, usage: Usage, more: Body) -> Pieces:
+    def complete_body(self, usage: Usage, more: Body) -> Pieces:
         """The texts."""
         choices = [
             choice.finish({"index": index, "text": choice.text, "finish_reason": choice.finish_reason})
@@ -302,7 +302,7 @@ class CompletionFormat:
             shared = {prefix: to_json(prefix)[1:-1] for prefix in set(self._prefixes)}
             choices = [_echoing(shared[prefix], choice) for prefix, choice in zip(self._prefixes, choices, strict=True)]
         more = {"usage": usage_body(usage), **more}
-        return self._head.whole("text_completion", choices, more)
+        return self._head.complete_body("text_completion", choices, more)
 
     def _chunk(self, index: int, text: str, logprobs: Body | None, finish_reason: str | None) -> Body:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -62,9 +62,9 @@ async def answer(
         if prepared.kept_per_prompt is not None:
             answer_format.keep(generation.best_choices)
         more = inexact_mark(is_inexact=bool(generation.inexact_choices))
-        whole = answer_format.whole(generation.usage, more)
-        with router.holding(whole):
-            await client.reply_json(whole)
+        body = answer_format.complete_body(generation.usage, more)
+        with router.holding(body):
+            await client.reply_json(body)
 
 
 async def answer_ids(router: Router, model: str, source: PromptSource, record: Record, client: Client) -> None:

@@ -38,9 +38,9 @@ async def answer_embeddings(
                 record.failovers = embedding.failovers
         usage = {"prompt_tokens": prepared.prompt_tokens, "total_tokens": prepared.prompt_tokens}
         tail = to_json({"model": prepared.card.name, "usage": usage})[1:]
-        whole = [b'{"object":"list","data":[', *entries, b"]," + tail]
-        with router.holding(whole):
-            await client.reply_json(whole)
+        body = [b'{"object":"list","data":[', *entries, b"]," + tail]
+        with router.holding(body):
+            await client.reply_json(body)
 
 
 def _entry(index: int, vector: "array[float]", *, as_base64: bool) -> bytes:

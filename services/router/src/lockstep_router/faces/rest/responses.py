@@ -41,9 +41,9 @@ async def answer_response(
             finally:
                 record.completion_tokens = generation.usage.completion_tokens
                 record.failovers = generation.failovers
-        whole = answer_format.whole(generation.usage, _mark(generation))
-        with router.holding(whole):
-            await client.reply_json(whole)
+        body = answer_format.complete_body(generation.usage, _mark(generation))
+        with router.holding(body):
+            await client.reply_json(body)
 
 
 async def _events(generation: Generation, answer_format: ResponsesFormat, record: Record) -> AsyncIterator[bytes]:

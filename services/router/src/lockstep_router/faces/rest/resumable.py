@@ -8,7 +8,7 @@ from lockstep_common.errors import LockstepError, invalid
 
 from lockstep_router.faces.idempotency import idempotency_key
 from lockstep_router.faces.identity import Origin, owner_of
-from lockstep_router.faces.openai.chunks import chunks_of, has_end_mark, whole_of
+from lockstep_router.faces.openai.chunks import chunks_of, complete_body_of, has_end_mark
 from lockstep_router.faces.openai.responses.schemas import ResponsesRequest
 from lockstep_router.faces.openai.schemas import SamplingFields
 from lockstep_router.faces.record import Record
@@ -143,9 +143,9 @@ async def _write(router: Router, reading: Reading, record: Record, client: Clien
                 if reading.is_resumed:
                     # Each client that comes back has a copy made, which costs it nothing.
                     router.check_answers()
-                whole = await whole_of(reading)
-                with router.holding(whole):
-                    await client.reply_json(whole, headers)
+                body = await complete_body_of(reading)
+                with router.holding(body):
+                    await client.reply_json(body, headers)
         finally:
             record.completion_tokens = reading.delivered_tokens
             record.failovers = reading.failovers

@@ -56,7 +56,7 @@ class ResponsesFormat:
 
     def closing(self, usage: Usage, more: Body) -> list[ResponseEvent]:
         """The last event, with the whole response and further fields."""
-        response = self._whole(usage, more)
+        response = self._body(usage, more)
         return self._numbered([{"type": f"response.{self._status}", "response": response}])
 
     def failure(self, error: LockstepError, usage: Usage) -> list[ResponseEvent]:
@@ -78,11 +78,11 @@ class ResponsesFormat:
         for _ in self._take(delta):
             pass
 
-    def whole(self, usage: Usage, more: Body) -> list[bytes]:
+    def complete_body(self, usage: Usage, more: Body) -> list[bytes]:
         """The complete response with further fields, as JSON in one piece."""
-        return [to_json(self._whole(usage, more))]
+        return [to_json(self._body(usage, more))]
 
-    def _whole(self, usage: Usage, more: Body) -> Body:
+    def _body(self, usage: Usage, more: Body) -> Body:
         reason = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         return self._response(self._status) | {"incomplete_details": reason, "usage": _usage(usage)} | more
 
