@@ -6,6 +6,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+from span_attributes import all_attributes
 
 _SCOPE = InstrumentationScope("lockstep", schema_url=names.SCHEMA_URL)
 _KINDS = {kind.value: kind for kind in SpanKind}
@@ -24,7 +25,7 @@ def to_readable(span: Span, resource: Resource) -> ReadableSpan:
         _context(own, is_remote=False),
         parent,
         resource,
-        span.all_attributes,
+        all_attributes(span),
         [Event(name, attributes, at_ns) for name, at_ns, attributes in span.events],
         [Link(_context(linked, is_remote=True)) for linked in span.links],
         _KINDS[span.kind],

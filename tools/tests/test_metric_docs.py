@@ -3,8 +3,9 @@
 import re
 
 import pytest
+from known_series import series
 from lockstep_tools.repository import metric_docs
-from lockstep_tools.repository.metric_docs import DOCUMENT, complete, series, services
+from lockstep_tools.repository.metric_docs import DOCUMENT, complete, services
 
 ROOT = DOCUMENT.parents[1]
 DEFINITION = re.compile(r"\b(?:Counter|Gauge|Histogram|Tally|(?:Top)?Tallies|Distributions?)\(\s*\"(lockstep_\w+)\"")

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
+from known_series import series
 from lockstep_tools.cli import COMMANDS
-from lockstep_tools.repository.metric_docs import DOCUMENT, series
+from lockstep_tools.repository.metric_docs import DOCUMENT
 
 ROOT = DOCUMENT.parents[1]
 CHART = ROOT / "charts/lockstep"

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from harness import make_settings, served, submit, until
-from lockstep_common.telemetry import REGISTRY, exposition
+from lockstep_common.telemetry import REGISTRY, exposition_for
 from lockstep_engine import HostUsage, RankStatus, RemoteUsage
 from lockstep_worker import metrics
 from lockstep_worker.metrics import StatusMeter
@@ -213,7 +213,7 @@ async def test_names_of_vllm_are_shown_if_the_setting_says_so(model_dir, socket_
 
     async with served(make_settings(model_dir, socket_path)) as worker:
         await worker.greeted()
-        assert "vllm:" not in exposition().decode()
+        assert "vllm:" not in exposition_for("")[0].decode()
     async with served(make_settings(model_dir, socket_path, vllm_metric_names=True)) as worker:
         router = await worker.greeted()
         await router.send(submit=submit("a", max_tokens=100))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lockstep_api.v1 import inference_pb2
-from lockstep_common.telemetry import exposition
+from lockstep_common.telemetry import exposition_for
 from lockstep_router.faces.openai.format import ChatFormat, CompletionFormat, Head
 from lockstep_router.faces.rest.access import AccessMiddleware
 from lockstep_router.faces.rest.app import create_app
@@ -374,7 +374,7 @@ async def test_health_status_and_metrics(cluster):
     worker = status["workers"][0]
     assert (worker["id"], worker["state"], worker["epoch"], worker["tp"]) == ("w0", "ready", 1, 2)
     assert [rank["pid"] for rank in worker["ranks"]] == [1000, 1001]
-    metrics = exposition().decode()
+    metrics = exposition_for("")[0].decode()
     for name in (
         'lockstep_router_requests_total{code="200",endpoint="/v1/completions",face="http"}',
         "lockstep_router_request_duration_seconds_bucket",

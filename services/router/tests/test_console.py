@@ -277,7 +277,7 @@ async def test_of_ranks_only_so_much_is_kept_of_the_newest_attempts():
         nothing = worker_pb2.EndedAttempt(stream_id=journal.stream_id, attempt=2)
         timeline.choose(SimpleNamespace(worker_id="w0", epoch=1), None, None)
         history.note_ranks("w0", [nothing] * 100)
-        assert history.attempts_with_works <= MAX_WORKS
+        assert len(history._with_works) <= MAX_WORKS
     kept = [stream.attempts[0].works for stream in history.streams]
     assert sum(kept) == MAX_WORKS
     assert kept == sorted(kept), "the newest ones"

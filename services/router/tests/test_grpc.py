@@ -14,7 +14,7 @@ from key_files import KEY, OTHER_KEY, tenant, write
 from lockstep_api.v1 import inference_pb2, inference_pb2_grpc
 from lockstep_common import health_service
 from lockstep_common.errors import LockstepError
-from lockstep_common.telemetry import JsonFormatter, exposition
+from lockstep_common.telemetry import JsonFormatter, exposition_for
 from lockstep_router.faces.grpc import inbound, service
 from lockstep_router.faces.grpc.caller import address_of
 from lockstep_router.faces.grpc.server import GrpcServer
@@ -280,7 +280,7 @@ def count_of(endpoint, code):
     labels = f'{{code="{code}",endpoint="{endpoint}",face="grpc"}}'
     found = [
         line
-        for line in exposition().decode().splitlines()
+        for line in exposition_for("")[0].decode().splitlines()
         if line.startswith(f"lockstep_router_requests_total{labels}")
     ]
     return float(found[0].split()[-1]) if found else 0.0
@@ -361,7 +361,8 @@ async def test_calls_count_by_face(cluster):
         await events_of(stub_of(channel).Generate(request()))
     await eventually(
         lambda: (
-            'lockstep_router_requests_total{code="200",endpoint="/v1/completions",face="grpc"}' in exposition().decode()
+            'lockstep_router_requests_total{code="200",endpoint="/v1/completions",face="grpc"}'
+            in exposition_for("")[0].decode()
         )
     )
 

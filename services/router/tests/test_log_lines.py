@@ -7,6 +7,7 @@ import pytest
 from lockstep_common.telemetry import JsonFormatter
 from lockstep_common.tracing import Tracing
 from scripted_worker import Script
+from span_attributes import all_attributes
 
 ID = "client-chose.this_1"
 
@@ -31,7 +32,7 @@ async def test_lines_of_a_request_that_moves_name_it_its_attempts_and_their_span
     assert moved["trace_id"] == ended["trace_id"] == f"{request.trace.trace_id:032x}"
     assert (moved["span_id"], ended["span_id"]) == (f"{first.span_id:016x}", f"{request.span_id:016x}")
     assert (moved["attempt"], moved["worker"]) == (1, own.worker_id)
-    assert moved["epoch"] == first.all_attributes["lockstep.epoch"]
+    assert moved["epoch"] == all_attributes(first)["lockstep.epoch"]
     assert [submit.request_id for worker in (own, other) for submit in worker.submits] == [ID, ID]
     assert moved["stream"] == own.submits[0].stream_id
 

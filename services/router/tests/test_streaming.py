@@ -10,6 +10,7 @@ from lockstep_router import metrics
 from lockstep_router.text.tokenizer import Tokenizer
 from router_cluster import events_of, eventually
 from scripted_worker import Script, model_card
+from span_attributes import all_attributes
 
 BODY = {"model": "reference", "prompt": "hello world", "max_tokens": 200, "seed": 7, "user": "u"}
 
@@ -155,7 +156,7 @@ async def test_slow_reader_gets_every_token_once(make_cluster):
     assert len(record.attempts) > 1
     assert all(attempt.first_token_at is not None for attempt in record.attempts if attempt.tokens)
     (request,), (client,) = ([span for span in spans if span.name == name] for name in ("request", "client"))
-    assert request.all_attributes["lockstep.trace.kept_because"] == "slow"
+    assert all_attributes(request)["lockstep.trace.kept_because"] == "slow"
     assert (client.parent_id, client.error) == (request.span_id, "")
     assert request.begin_ns <= client.begin_ns <= client.end_ns <= request.end_ns
     waits, wait_s = client.attributes["lockstep.client.waits"], client.attributes["lockstep.client.wait_s"]

@@ -10,6 +10,7 @@ from lockstep_common.tracing import Kept, Span, Tracing
 from lockstep_router.traces import RequestTrace
 from router_cluster import Cluster, eventually
 from scripted_worker import Script
+from span_attributes import all_attributes
 from takeover_cluster import Sharing, mirrored
 from websocket_client import socket_of
 
@@ -52,27 +53,23 @@ async def test_a_request_has_a_route_and_an_attempt(make_cluster, stream):
     check_tree(spans)
     (request,), (route,), (attempt,) = (named(spans, name) for name in ("request", "route", "attempt"))
     assert (request.context.trace_id, request.parent_id, request.has_remote_parent) == (0xA << 64, 0xB, True)
-    assert (
-        request.all_attributes
-        | {
-            "gen_ai.operation.name": "text_completion",
-            "gen_ai.request.model": "reference",
-            "gen_ai.request.max_tokens": 12,
-            "gen_ai.usage.output_tokens": 12,
-            "gen_ai.response.finish_reasons": ("length",),
-            "http.response.status_code": 200,
-            "http.route": "/v1/completions",
-            "lockstep.trace.kept_because": "parent",
-        }
-        == request.all_attributes
-    )
-    assert request.all_attributes["gen_ai.response.time_to_first_chunk"] > 0
-    assert route.all_attributes["lockstep.route.candidates"] == 2
-    assert route.all_attributes["lockstep.route.reason"] == "policy"
-    assert attempt.all_attributes | {"lockstep.outcome": "finished", "lockstep.tokens": 12} == attempt.all_attributes
+    assert all_attributes(request) | {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.request.model": "reference",
+        "gen_ai.request.max_tokens": 12,
+        "gen_ai.usage.output_tokens": 12,
+        "gen_ai.response.finish_reasons": ("length",),
+        "http.response.status_code": 200,
+        "http.route": "/v1/completions",
+        "lockstep.trace.kept_because": "parent",
+    } == all_attributes(request)
+    assert all_attributes(request)["gen_ai.response.time_to_first_chunk"] > 0
+    assert all_attributes(route)["lockstep.route.candidates"] == 2
+    assert all_attributes(route)["lockstep.route.reason"] == "policy"
+    assert all_attributes(attempt) | {"lockstep.outcome": "finished", "lockstep.tokens": 12} == all_attributes(attempt)
     (submit,) = [submit for worker in cluster.workers for submit in worker.submits]
     assert (submit.traceparent, submit.tracestate) == (attempt.context.traceparent, "vendor=1")
-    assert "canary" not in repr([(span.all_attributes, span.events) for span in spans])
+    assert "canary" not in repr([(all_attributes(span), span.events) for span in spans])
     assert b"canary" not in submit.SerializeToString()  # baggage goes nowhere
 
 
@@ -93,9 +90,9 @@ async def test_a_stop_string_finishes_a_stream(make_cluster, stream):
     await eventually(lambda: named(spans, "attempt") and named(spans, "request"))
     check_tree(spans)
     (attempt,) = named(spans, "attempt")
-    assert (attempt.all_attributes["lockstep.outcome"], attempt.error) == ("finished", "")
+    assert (all_attributes(attempt)["lockstep.outcome"], attempt.error) == ("finished", "")
     (request,) = named(spans, "request")
-    assert request.all_attributes["gen_ai.response.finish_reasons"] == ("stop",)
+    assert all_attributes(request)["gen_ai.response.finish_reasons"] == ("stop",)
     after = [streams_ended(outcome) for outcome in ("finished", "cancelled")]
     assert [now - then for now, then in zip(after, before, strict=True)] == [1, 0]
 
@@ -111,13 +108,13 @@ async def test_a_request_that_moves_is_one_trace_with_linked_attempts(make_clust
     first, second = named(spans, "attempt")
     assert first.context.trace_id == second.context.trace_id
     assert [link.span_id for link in second.links] == [first.span_id]
-    assert first.all_attributes["lockstep.outcome"] == "lost"
+    assert all_attributes(first)["lockstep.outcome"] == "lost"
     assert first.error
-    assert (second.all_attributes["lockstep.attempt"], second.all_attributes["lockstep.outcome"]) == (2, "finished")
-    assert second.all_attributes["lockstep.attempt.emitted_before"] == 3
-    assert first.all_attributes["lockstep.worker"] != second.all_attributes["lockstep.worker"]
+    assert (all_attributes(second)["lockstep.attempt"], all_attributes(second)["lockstep.outcome"]) == (2, "finished")
+    assert all_attributes(second)["lockstep.attempt.emitted_before"] == 3
+    assert all_attributes(first)["lockstep.worker"] != all_attributes(second)["lockstep.worker"]
     (request,) = named(spans, "request")
-    assert request.all_attributes["lockstep.trace.kept_because"] == "failed_over"
+    assert all_attributes(request)["lockstep.trace.kept_because"] == "failed_over"
     assert len(named(spans, "route")) == 2
     # The first worker did not know that the trace would be kept, the second does.
     assert own.submits[0].traceparent.endswith("-00")
@@ -133,7 +130,7 @@ async def test_a_request_says_how_often_its_streams_moved(make_cluster, resumabl
     assert (await cluster.complete(stream=True, resumable=resumable)).status_code == 200
     await eventually(lambda: named(spans, "request"))
     (request,) = named(spans, "request")
-    assert request.all_attributes["lockstep.failovers"] == len(named(spans, "attempt")) - 1 == 1
+    assert all_attributes(request)["lockstep.failovers"] == len(named(spans, "attempt")) - 1 == 1
 
 
 async def test_only_what_is_slow_or_fails_is_kept_at_a_ratio_of_zero(make_cluster):
@@ -146,8 +143,8 @@ async def test_only_what_is_slow_or_fails_is_kept_at_a_ratio_of_zero(make_cluste
     cluster.fail_after(1)
     assert (await cluster.complete()).status_code == 500
     (request,) = named(spans, "request")
-    assert (request.error, request.all_attributes["lockstep.trace.kept_because"]) == ("500", "error")
-    assert "secret detail" not in repr([(span.all_attributes, span.events) for span in spans])
+    assert (request.error, all_attributes(request)["lockstep.trace.kept_because"]) == ("500", "error")
+    assert "secret detail" not in repr([(all_attributes(span), span.events) for span in spans])
 
 
 async def test_a_clients_own_timeout_is_no_reason_to_keep_a_trace(make_cluster):
@@ -168,7 +165,7 @@ async def test_a_clients_own_timeout_is_an_error_of_the_answer_alone(make_cluste
     assert (await cluster.complete(headers={"X-Request-Timeout": "2"})).status_code == 504
     (request,), (route,), (attempt,) = (named(spans, name) for name in ("request", "route", "attempt"))
     assert (request.error, route.error, attempt.error) == ("504", "", "")
-    assert attempt.all_attributes["lockstep.outcome"] == "deadline_exceeded"
+    assert all_attributes(attempt)["lockstep.outcome"] == "deadline_exceeded"
 
 
 async def test_slow_requests_are_kept(make_cluster):
@@ -176,14 +173,14 @@ async def test_slow_requests_are_kept(make_cluster):
     spans = trace(cluster, ratio=0.0, slow_s=1e-6)
     await cluster.complete()
     (request,) = named(spans, "request")
-    assert request.all_attributes["lockstep.trace.kept_because"] == "slow"
+    assert all_attributes(request)["lockstep.trace.kept_because"] == "slow"
 
 
 async def test_models_that_do_not_exist_are_not_named(make_cluster):
     cluster = await make_cluster()
     spans = trace(cluster)
     await cluster.complete(model="canary")
-    assert "canary" not in repr([span.all_attributes for span in spans])
+    assert "canary" not in repr([all_attributes(span) for span in spans])
 
 
 async def test_each_choice_has_a_route_and_an_attempt(make_cluster):
@@ -206,7 +203,7 @@ async def test_a_client_that_leaves_ends_its_trace(make_cluster):
         await eventually(lambda: named(spans, "request"))
     check_tree(spans)
     (attempt,) = named(spans, "attempt")
-    assert attempt.all_attributes["lockstep.outcome"] == "cancelled"
+    assert all_attributes(attempt)["lockstep.outcome"] == "cancelled"
     assert cluster.router.tracing.waiting == 0
 
 
@@ -255,7 +252,7 @@ async def test_a_resumed_client_joins_the_trace_of_its_stream(make_cluster, head
     assert (second.context.trace_id, second.parent_id) == (first.context.trace_id, first.span_id)
     assert second.has_remote_parent, "the context is that of the journal"
     assert list(second.links) == ([CALLER] if headers else [])
-    assert second.all_attributes["lockstep.resumed"] is True
+    assert all_attributes(second)["lockstep.resumed"] is True
     assert len(named(spans, "attempt")) == 1
 
 
@@ -315,7 +312,7 @@ async def test_a_repeated_request_has_a_trace_of_its_own_with_a_link(make_cluste
     first, second = named(spans, "request")
     assert second.context.trace_id != first.context.trace_id
     assert [link.span_id for link in second.links] == [first.span_id]
-    assert second.all_attributes["lockstep.resumed"] is True
+    assert all_attributes(second)["lockstep.resumed"] is True
 
 
 async def test_a_call_over_grpc_has_a_trace_which_a_resumed_one_joins(make_cluster):
@@ -336,7 +333,7 @@ async def test_a_call_over_grpc_has_a_trace_which_a_resumed_one_joins(make_clust
     await eventually(lambda: len(named(spans, "request")) == 2)
     first, second = named(spans, "request")
     assert (first.parent_id, first.context.state) == (0xB, "vendor=1")
-    assert (first.all_attributes["lockstep.face"], second.all_attributes["http.route"]) == (
+    assert (all_attributes(first)["lockstep.face"], all_attributes(second)["http.route"]) == (
         "grpc",
         "/v1/streams/{stream_id}",
     )
@@ -355,7 +352,7 @@ async def test_each_request_on_a_websocket_has_a_trace(make_cluster):
         await socket.answer("a")
         await eventually(lambda: named(spans, "request"))
     (request,) = named(spans, "request")
-    assert (request.parent_id, request.all_attributes["lockstep.face"]) == (0xB, "websocket")
+    assert (request.parent_id, all_attributes(request)["lockstep.face"]) == (0xB, "websocket")
     assert named(spans, "attempt")[0].context.trace_id == request.context.trace_id
 
 
@@ -422,7 +419,7 @@ def test_requests_that_are_alike_share_their_attributes():
     for request in (first, second):
         request.describe("m" * 1000, 2, sampling)
     assert first.root.shared[0] is second.root.shared[0]
-    assert first.root.all_attributes == {
+    assert all_attributes(first.root) == {
         "gen_ai.request.model": "m" * 256,
         "gen_ai.response.model": "m" * 256,
         "gen_ai.request.choice.count": 2,
@@ -432,4 +429,4 @@ def test_requests_that_are_alike_share_their_attributes():
     }
     sampling.temperature = 0.25
     second.describe("m", 1, sampling)
-    assert first.root.all_attributes["gen_ai.request.temperature"] == 0.5
+    assert all_attributes(first.root)["gen_ai.request.temperature"] == 0.5

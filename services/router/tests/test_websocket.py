@@ -11,7 +11,7 @@ import websockets
 from key_files import KEY, OTHER_KEY, bearer, tenant, write
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode
-from lockstep_common.telemetry import REGISTRY, JsonFormatter, exposition
+from lockstep_common.telemetry import REGISTRY, JsonFormatter, exposition_for
 from router_cluster import eventually
 from scripted_worker import Script
 from takeover_cluster import Sharing, mirrored_to
@@ -508,11 +508,14 @@ async def test_requests_count_by_face(cluster):
     await eventually(
         lambda: (
             'lockstep_router_requests_total{code="200",endpoint="/v1/completions",face="websocket"}'
-            in exposition().decode()
+            in exposition_for("")[0].decode()
         )
     )
     await eventually(
-        lambda: 'lockstep_router_requests_total{code="101",endpoint="/v1/stream",face="http"}' in exposition().decode()
+        lambda: (
+            'lockstep_router_requests_total{code="101",endpoint="/v1/stream",face="http"}'
+            in exposition_for("")[0].decode()
+        )
     )
 
 

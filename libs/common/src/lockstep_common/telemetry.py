@@ -232,11 +232,6 @@ def _log_end_of_thread(given: threading.ExceptHookArgs) -> None:
         logging.getLogger("lockstep").error("a thread has ended", exc_info=given.exc_value, extra={"thread_name": name})
 
 
-def exposition() -> bytes:
-    """The registry in Prometheus' text format."""
-    return generate_latest(REGISTRY)
-
-
 def exposition_for(accept: str, registry: Collector = REGISTRY) -> tuple[bytes, str]:
     """The metrics and their content type: OpenMetrics, which has exemplars, for those who prefer it, else Prometheus'
     text format.

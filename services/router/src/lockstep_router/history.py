@@ -166,11 +166,6 @@ class History:
         self.moves.append(move)
         return move
 
-    @property
-    def attempts_with_works(self) -> int:
-        """Number of the attempts that have works."""
-        return len(self._with_works)
-
     def note_ranks(self, worker: str, ended: Iterable[worker_pb2.EndedAttempt]) -> None:
         """Keep what a worker tells of its ranks, of attempts that are in the history."""
         for each in ended:

@@ -97,15 +97,6 @@ class MetricFacts:
     unit: str
     meaning: str
 
-    @property
-    def series(self) -> tuple[str, ...]:
-        """The names of its series."""
-        return (
-            tuple(self.name + end for end in ("_bucket", "_sum", "_count"))
-            if self.kind == "histogram"
-            else (self.name,)
-        )
-
 
 def services() -> dict[str, list[MetricFacts]]:
     """All metrics, by the service that has them; `all services` for those that each has."""
@@ -118,11 +109,6 @@ def services() -> dict[str, list[MetricFacts]]:
         "all services, with TLS": list(_facts_of(tls)),
         "all services, with traces": list(_facts_of(tracing_metrics)),
     }
-
-
-def series() -> set[str]:
-    """The names of all series, as queries use them."""
-    return {name for facts in services().values() for each in facts for name in each.series}
 
 
 def tables() -> str:

@@ -79,22 +79,14 @@ class Span:
     kind: Kind = Kind.INTERNAL
     end_ns: int = 0
     attributes: Attributes = field(default_factory=dict)
-    """Its own ones. Who reads a span wants `all_attributes`."""
+    """Those that this span alone has. Its other attributes are in `shared`."""
     shared: tuple[Shared, ...] = ()
-    """Further ones, none of which has a name of another."""
+    """Attributes that other spans have too. No name is here twice or in `attributes`."""
     # Most spans have none: a list for each of them would take as long as the rest.
     events: Sequence[tuple[str, int, Attributes]] = ()
     links: Sequence[TraceContext] = ()
     error: str = ""
     """The type of the error that ended it; empty: none."""
-
-    @property
-    def all_attributes(self) -> Attributes:
-        """Its own ones and those that it shares, as a copy."""
-        found = self.attributes.copy()
-        for shared in self.shared:
-            found |= shared.attributes
-        return found
 
     @property
     def context(self) -> TraceContext:
