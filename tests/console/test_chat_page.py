@@ -52,7 +52,7 @@ def test_an_answer_goes_on_after_a_failure_that_may_pass(served, open_page, code
     say(page, "go on", 40)
     wait_tokens(page)
     failure = LockstepError(ErrorCode(code), "not now")
-    served.call(lambda: [generation.fail(failure) for generation in list(served.router._generations)])
+    served.call(lambda: [generation.fail(failure) for generation in list(served.router.in_progress.generations)])
     wait_text(page, "#talk .moved", "the answer was interrupted, and the answer goes on")
     wait_text(page, "#talk li.model .foot", "40 tokens")
     assert said(page) == text

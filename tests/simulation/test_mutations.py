@@ -15,6 +15,7 @@ from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router.journals import MemoryJournalStore
 from lockstep_router.resumption import After, Runs
 from lockstep_router.router import Router
+from lockstep_router.running import InProgress
 from lockstep_router.streams.journal import Acceptance, Journal
 from simulated.checker import KINDS
 from simulated.network import Channel
@@ -141,9 +142,15 @@ class RouterThatForgetsSuspects(Router):
         self.workers.suspects.forget = lambda stream_id: None
 
 
+class InProgressThatLosesCount(InProgress):
+    def add_streams(self, streams):
+        super().add_streams(max(streams, 0))
+
+
 class RouterThatLosesCount(Router):
-    def _count(self, streams):
-        super()._count(max(streams, 0))
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.in_progress = InProgressThatLosesCount(self.settings, self.journals, self._note_requests)
 
 
 class RouterWithOtherRuns(Router):

@@ -254,7 +254,7 @@ async def test_prompts_that_are_tokens_count_before_the_last_one_is(make_cluster
     refused = await cluster.complete(prompt=["hello " * 10_000] * 32)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
     assert 0 < len(encoded) < 32
-    assert cluster.router._other_bytes == 0
+    assert cluster.router.in_progress.other_bytes == 0
 
 
 async def test_draining_router_finishes_and_takes_nothing_new(cluster):

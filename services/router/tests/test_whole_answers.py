@@ -101,7 +101,7 @@ async def test_large_answers_follow_each_other_on_one_connection(large, path, fi
 
 def holds_nothing(cluster):
     router = cluster.router
-    return router._other_bytes == router.requests == router.runs.readings == 0
+    return router.in_progress.other_bytes == router.requests == router.runs.readings == 0
 
 
 @pytest.mark.parametrize(("path", "fields"), LARGE[1::2], ids=NAMES[1::2])
@@ -112,7 +112,7 @@ async def test_client_that_does_not_read_a_large_answer_is_cut_off_and_its_memor
     unread = asyncio.Event()
     async with client_of(cluster, lambda _: unread.wait()) as client:
         reading = asyncio.create_task(client.post(path, json=body_of(fields)))
-        await eventually(lambda: cluster.router._other_bytes > 2 * BLOCK_BYTES)
+        await eventually(lambda: cluster.router.in_progress.other_bytes > 2 * BLOCK_BYTES)
         assert not holds_nothing(cluster)
         await eventually(lambda: holds_nothing(cluster))
         reading.cancel()
@@ -157,7 +157,7 @@ async def test_connection_that_is_reset_within_a_large_answer_holds_nothing(make
     cluster = await make_large(write_timeout_s=600)
     async with cluster.over_http() as client:
         async with begun(client, path, fields) as line:
-            assert 0 < cluster.router._other_bytes < 2 * len(fields["prompt"]), "choices share their prompt"
+            assert 0 < cluster.router.in_progress.other_bytes < 2 * len(fields["prompt"]), "choices share their prompt"
             line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         await eventually(lambda: holds_nothing(cluster))
         await eventually(lambda: not cluster.connections)
@@ -169,7 +169,7 @@ async def test_copies_of_a_kept_answer_are_refused_while_unread_ones_take_all_me
     path, fields = LARGE[0]
     async with client_of(cluster, lambda _: may_read.wait()) as slow:
         reading = asyncio.create_task(slow.post(path, json=body_of(fields), headers=key))
-        await eventually(lambda: cluster.router._other_bytes > 1 << 20)
+        await eventually(lambda: cluster.router.in_progress.other_bytes > 1 << 20)
         refused = await cluster.client.post(path, json=body_of(fields), headers=key)
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "overloaded"

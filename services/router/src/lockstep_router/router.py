@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from random import Random
 from typing import Self
 
@@ -33,7 +34,7 @@ from lockstep_router.journals import JournalStore, MemoryJournalStore, MirroredJ
 from lockstep_router.memory import MemoryTrimmer
 from lockstep_router.output import ModelFormats
 from lockstep_router.resumption import Runs
-from lockstep_router.running import Admission, CountingPrompts, RunningRequest, UnsentAnswer
+from lockstep_router.running import Admission, CountingPrompts, InProgress, RunningRequest, UnsentAnswer
 from lockstep_router.settings import RouterSettings
 from lockstep_router.tenants import Account, KeyFile, TenantLimits
 from lockstep_router.tenants.shared_storage import open_storage
@@ -42,9 +43,6 @@ from lockstep_router.text.tokenizer import Tokenizer
 from lockstep_router.workers import Workers, model_not_found
 
 logger = logging.getLogger("lockstep.router")
-
-_MEASURE_EVERY_S = 0.1
-"""Interval for measuring the journals of all streams; between two measurements new prompts are added."""
 
 FAREWELL_S = 1.0
 """Longest wait until clients have got the error of streams that have outlasted the drain."""
@@ -98,18 +96,6 @@ class Router:
         )
         self.leaving = False
         """The router will drain soon (lame duck)."""
-        self.draining = False
-        """No new requests are accepted."""
-        self.requests = 0
-        """Requests for tokens in progress."""
-        self.streams = 0
-        """Streams in progress: one for each choice of each request."""
-        self._generations: set[Generation | Embedding] = set()
-        self._journals_bytes = 0
-        self._other_bytes = 0
-        """Prompts that are token ids already, of requests that are not, and whole answers that are being sent."""
-        self._journals_measured_at = 0.0
-        """In the event loop's time, like all deadlines."""
         self._began_at = time.monotonic()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -118,6 +104,7 @@ class Router:
         self.mirrored = None if journals is not None else _mirrored(own, settings, dial_state)
         """The journals, if they are mirrored in a state server; None: they are not."""
         self.journals: JournalStore = journals or self.mirrored or own
+        self.in_progress = InProgress(settings, self.journals, self._note_requests)
         self.runs = Runs(self, self.journals, self._note_requests)
         """Resumable requests: faces start, resume and cancel them here."""
 
@@ -140,6 +127,21 @@ class Router:
         self.memory.stop()
         if self.storage is not None:
             await self.storage.close()
+
+    @property
+    def draining(self) -> bool:
+        """Whether no new requests are accepted."""
+        return self.in_progress.draining
+
+    @property
+    def requests(self) -> int:
+        """Requests for tokens in progress."""
+        return self.in_progress.requests
+
+    @property
+    def streams(self) -> int:
+        """Streams in progress: one for each choice of each request."""
+        return self.in_progress.streams
 
     @property
     def uptime_s(self) -> float:
@@ -234,7 +236,7 @@ class Router:
             field = "n" if request.kept_per_prompt is None else "best_of"
             raise invalid(field, f"times the number of prompts is {streams}; a request may have {limit} answers")
         account.expect(streams)
-        counting = CountingPrompts(self)
+        counting = CountingPrompts(self.in_progress)
         try:
             prepared = await prepare(
                 request,
@@ -257,7 +259,7 @@ class Router:
             LockstepError: as for `prepare`.
         """
         account.expect(1)
-        counting = CountingPrompts(self)
+        counting = CountingPrompts(self.in_progress)
         try:
             max_wait_s, priority = self.settings.max_queue_wait_s, account.tenant.priority
             prepared = await prepare_embedding(request, self.workers, self.encoder, max_wait_s, counting.add, priority)
@@ -287,7 +289,8 @@ class Router:
             LockstepError: when the context is entered. OVERLOADED, there are too many streams, or their journals are
                 too large; RATE_LIMIT_EXCEEDED or RESOURCE_EXHAUSTED, a limit of the tenant.
         """
-        return RunningRequest(self, prepared, account, is_collected=is_collected, observe=observe)
+        make = partial(Generation, prepared, self.workers, self.settings, is_collected=is_collected, observe=observe)
+        return RunningRequest(self.in_progress, prepared, account, make, self.tracing)
 
     @asynccontextmanager
     async def embedding(self, prepared: PreparedEmbedding, account: Account) -> AsyncIterator[Embedding]:
@@ -296,20 +299,20 @@ class Router:
         Raises:
             LockstepError: as for `run`.
         """
-        self._check_room(prepared.prompt_bytes)
+        self.in_progress.check_room(prepared.prompt_bytes)
         # The request itself holds one stream already.
         streams = min(len(prepared.journals), _MAX_EMBEDDING_STREAMS, account.streams_left + 1)
         with self._running(streams), account.holding(streams - 1):
             # Last of all: a request that is refused costs its tenant no tokens.
             await account.charge_prompts(prepared.prompt_tokens)
-            self._journals_bytes += prepared.prompt_bytes
+            self.in_progress.add_prompts(prepared.prompt_bytes)
             metrics.PROMPT_TOKENS.inc(prepared.prompt_tokens)
             embedding = Embedding(prepared, self.workers, self.settings, streams=streams)
-            self._generations.add(embedding)
+            self.in_progress.generations.add(embedding)
             try:
                 yield embedding
             finally:
-                self._generations.discard(embedding)
+                self.in_progress.generations.discard(embedding)
 
     def admitted(self, account: Account) -> Admission:
         """Count a request for tokens as in progress, from before it is prepared until its answer is written.
@@ -318,11 +321,11 @@ class Router:
             LockstepError: when the context is entered. DRAINING, no new requests are accepted; OVERLOADED, there are
                 too many requests; RATE_LIMIT_EXCEEDED, there are too many of the tenant.
         """
-        return Admission(self, account)
+        return Admission(self.in_progress, account)
 
     def holding(self, answer: Iterable[bytes | bytearray]) -> UnsentAnswer:
         """Count the memory of a whole answer, which is kept until it is sent."""
-        return UnsentAnswer(self, answer)
+        return UnsentAnswer(self.in_progress, answer)
 
     def check_answers(self) -> None:
         """Refuse another copy of a whole answer that is kept if those that are being sent have taken all the room.
@@ -332,8 +335,7 @@ class Router:
         Raises:
             LockstepError: OVERLOADED.
         """
-        if self._other_bytes > self.settings.max_journals_bytes:
-            raise _no_room()
+        self.in_progress.check_answers()
 
     @contextmanager
     def reserved(self, streams: int, prompt_bytes: int, account: Account) -> Iterator[None]:
@@ -342,13 +344,13 @@ class Router:
         Raises:
             LockstepError: as for `run`, when the context is entered.
         """
-        self._check_room(prompt_bytes)
-        self._other_bytes += prompt_bytes
+        self.in_progress.check_room(prompt_bytes)
+        self.in_progress.other_bytes += prompt_bytes
         try:
             with self._running(streams), account.holding(streams - 1):
                 yield
         finally:
-            self._other_bytes -= prompt_bytes
+            self.in_progress.other_bytes -= prompt_bytes
 
     def has_one_numerics(self, model: str, digest: str) -> bool:
         """Whether all workers compute the same tokens, so that it does not matter which one has begun a stream."""
@@ -367,11 +369,11 @@ class Router:
         Raises:
             LockstepError: OVERLOADED, there are too many streams.
         """
-        self._count(streams)
+        self.in_progress.add_streams(streams)
         try:
             yield
         finally:
-            self._count(-streams)
+            self.in_progress.add_streams(-streams)
 
     async def leave(self, *, on_drain: Callable[[], None] = lambda: None) -> None:
         """Shut down: lame duck for `lame_duck_s`, then drain for at most `drain_timeout_s`. Requests that are still in
@@ -382,7 +384,7 @@ class Router:
         self.leaving = True
         logger.info("leaving", extra={"streams": self.streams, "lame_duck_s": self.settings.lame_duck_s})
         await asyncio.sleep(self.settings.lame_duck_s)
-        self.draining = True
+        self.in_progress.draining = True
         self.runs.drain()
         on_drain()
         logger.info("draining", extra={"streams": self.streams})
@@ -396,46 +398,13 @@ class Router:
         """End what is in progress with a typed error, and wait until clients have it, but not long."""
         logger.warning("requests have outlasted the drain", extra={"streams": self.streams})
         self.runs.end()
-        for generation in list(self._generations):
+        for generation in list(self.in_progress.generations):
             generation.fail(LockstepError(ErrorCode.DRAINING, "this router is shutting down", retry_after_s=1))
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await self._idle.wait()
         except TimeoutError:
             pass
-
-    def _check_room(self, wanted: int) -> None:
-        """Raise OVERLOADED if the journals have no room for more bytes."""
-        now = asyncio.get_running_loop().time()
-        if now - self._journals_measured_at > _MEASURE_EVERY_S:
-            self._journals_measured_at = now
-            self._journals_bytes = sum(generation.journal_bytes for generation in self._generations)
-        others = self._journals_bytes + self._other_bytes + wanted
-        excess = others + self.journals.size_bytes - self.settings.max_journals_bytes
-        if excess <= 0:
-            return
-        self.journals.shrink(excess)
-        if others + self.journals.size_bytes > self.settings.max_journals_bytes:
-            raise _no_room()
-
-    def _count(self, streams: int) -> None:
-        if streams > 0 and self.streams + streams > self.settings.max_streams:
-            raise self._overloaded()
-        self.streams += streams
-        metrics.STREAMS.value = self.streams
-
-    def _overloaded(self) -> LockstepError:
-        return LockstepError(
-            ErrorCode.OVERLOADED, f"this router runs {self.settings.max_streams} streams already", retry_after_s=1
-        )
-
-
-def _no_room() -> LockstepError:
-    return LockstepError(
-        ErrorCode.OVERLOADED,
-        "the journals and unsent answers of this router take all their memory (max_journals_bytes)",
-        retry_after_s=1,
-    )
 
 
 def _mirrored(own: MemoryJournalStore, settings: RouterSettings, dial: Dial) -> MirroredJournalStore | None:

@@ -27,7 +27,10 @@ class Host(Protocol):
     """What runs need of the router."""
 
     settings: RouterSettings
-    draining: bool
+
+    @property
+    def draining(self) -> bool:
+        """Whether no new requests are accepted."""
 
     def admitted(self, account: Account) -> AbstractContextManager[None]:
         """Count a request for tokens as in progress."""
