@@ -1,54 +1,29 @@
-"""Attacks on a router's public port. Each runs for a given time on connections of its own, and reads what it must.
-
-`python -m lockstep_tools.hostile.attacks NAME HOST PORT SECONDS` runs one: in a process of its own, so that it does not
-slow down those who measure. It fails if it could not connect, or not as often as the attack wants: then nothing was
-attacked.
-"""
+"""Attacks on the HTTP door."""
 
 import asyncio
-import contextlib
-import errno
 import json
 import socket
-import struct
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 
-from lockstep_tools.file_limit import raise_file_limit
+from lockstep_tools.hostile.attacks.registry import (
+    ATTACKS,
+    LEAST_S,
+    MODEL,
+    Address,
+    attack,
+    connection,
+    count_connection,
+    filled,
+    needs_effect,
+    repeat,
+)
 
-MODEL = "reference"
-_BODY_BYTES = (4 << 20) - 1024
 _CHUNK = 64 << 10
 _LARGE_TOKENS = 3000
 _CHOICES = 16
 _LEAST_TOKEN_BYTES = 512
 """Of JSON, with twenty alternatives: about half of what most take."""
 _IDLE_CONNECTIONS = 3000
-_NO_FILES = (errno.EMFILE, errno.ENFILE)
-
-Address = tuple[str, int]
-Attack = Callable[[Address], Awaitable[None]]
-
-ATTACKS: dict[str, Attack] = {}
-LEAST_S: dict[str, float] = {}
-"""Time that an attack may take to do what it is for; the others end when theirs is over."""
-
-
-@dataclass
-class _Made:
-    """What the attack of this process has reached."""
-
-    connections: int = 0
-
-
-_MADE = _Made()
-
-
-def attack(function: Attack) -> Attack:
-    """Register an attack under its function's name."""
-    ATTACKS[function.__name__.replace("_", "-")] = function
-    return function
 
 
 def request(body: bytes, path: str = "/v1/completions", more: bytes = b"") -> bytes:
@@ -57,50 +32,12 @@ def request(body: bytes, path: str = "/v1/completions", more: bytes = b"") -> by
     return head.encode() + more + b"\r\n" + body
 
 
-def filled(head: bytes, item: bytes, tail: bytes, size: int = _BODY_BYTES) -> bytes:
-    """A body of nearly `size` bytes that repeats an item."""
-    return head + item * ((size - len(head) - len(tail)) // len(item)) + tail
-
-
 async def send(address: Address, data: bytes) -> bytes:
     """Send, and give the beginning of the answer."""
     async with connection(address) as (reader, writer):
         writer.write(data)
         await writer.drain()
         return await reader.read(_CHUNK)
-
-
-@contextlib.asynccontextmanager
-async def connection(address: Address) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection that is reset in the end, as a client that vanishes."""
-    reader, writer = await asyncio.open_connection(*address)
-    _MADE.connections += 1
-    try:
-        yield reader, writer
-    finally:
-        with contextlib.suppress(OSError):
-            raw = writer.get_extra_info("socket")
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        writer.transport.abort()
-
-
-async def repeat(times: int, act: Callable[[], Awaitable[object]]) -> None:
-    """Act again and again on several lines at once, whatever comes back.
-
-    Raises:
-        OSError: this process may not open so many connections.
-    """
-
-    async def line() -> None:
-        while True:
-            try:
-                await act()
-            except (OSError, EOFError) as error:
-                if isinstance(error, OSError) and error.errno in _NO_FILES:
-                    raise
-                await asyncio.sleep(0.05)
-
-    await asyncio.gather(*(line() for _ in range(times)))
 
 
 def _bodies(times: int, path: str, body: bytes) -> Callable[[Address], Awaitable[None]]:
@@ -232,20 +169,15 @@ async def slow_headers(address: Address) -> None:
 @attack
 async def connections(address: Address) -> None:
     """More connections without a request than the router takes; those that it closes come back."""
-    closed = 0
+    with needs_effect("the router takes all these connections") as note_closed:
 
-    async def act() -> None:
-        nonlocal closed
-        async with connection(address) as (reader, _):
-            await reader.read(_CHUNK)
-        closed += 1
-        await asyncio.sleep(1)
+        async def act() -> None:
+            async with connection(address) as (reader, _):
+                await reader.read(_CHUNK)
+            note_closed()
+            await asyncio.sleep(1)
 
-    try:
         await repeat(_IDLE_CONNECTIONS, act)
-    finally:
-        if not closed:
-            raise ConnectionError("the router takes all these connections")
 
 
 @attack
@@ -295,15 +227,13 @@ async def whole_logprobs(address: Address) -> None:
                 size += len(data)
         return size
 
-    came = False
-    others = asyncio.ensure_future(repeat(2, lambda: whole(24)))
-    try:
-        came = await whole(_LARGE_TOKENS) > _CHOICES * _LARGE_TOKENS * _LEAST_TOKEN_BYTES
-    finally:
-        others.cancel()
-        # The time of the attack may be over.
-        if not came:
-            raise ConnectionError("the large answer did not come")
+    with needs_effect("the large answer did not come") as note_came:
+        others = asyncio.ensure_future(repeat(2, lambda: whole(24)))
+        try:
+            if await whole(_LARGE_TOKENS) > _CHOICES * _LARGE_TOKENS * _LEAST_TOKEN_BYTES:
+                note_came()
+        finally:
+            others.cancel()
 
 
 LEAST_S["whole-logprobs"] = 60.0
@@ -350,35 +280,8 @@ async def unread(address: Address) -> None:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             line.setblocking(False)
             await loop.sock_connect(line, address)
-            _MADE.connections += 1
+            count_connection()
             await loop.sock_sendall(line, data)
             await asyncio.sleep(30)
 
     await repeat(2, act)
-
-
-async def run(name: str, address: Address, seconds: float) -> None:
-    """Run one attack for a time, then close all its connections.
-
-    Raises:
-        OSError: it could not be made: no connection, or too few.
-    """
-    _MADE.connections = 0
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(max(seconds, LEAST_S.get(name, 0.0))):
-            await ATTACKS[name](address)
-    if not _MADE.connections:
-        raise ConnectionError(f"no connection to {address[0]}:{address[1]} could be made")
-
-
-def names() -> Iterator[str]:
-    """Of all attacks."""
-    return iter(ATTACKS)
-
-
-if __name__ == "__main__":
-    raise_file_limit()
-    try:
-        asyncio.run(run(sys.argv[1], (sys.argv[2], int(sys.argv[3])), float(sys.argv[4])))
-    except OSError as failure:
-        sys.exit(f"attack {sys.argv[1]}: {failure}")
