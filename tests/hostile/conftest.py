@@ -35,7 +35,7 @@ def seeded(seed: int) -> random.Random:
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
-    with Target(flags=FLAGS) as target, Observer(target.address, streams=_STREAMS) as observer:
+    with Target(grpc=True, flags=FLAGS) as target, Observer(target.address, streams=_STREAMS) as observer:
         deadline = time.monotonic() + _START_S
         while target.streams() < _STREAMS:
             assert time.monotonic() < deadline, observer.take().failures

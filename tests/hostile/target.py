@@ -17,6 +17,12 @@ _WORKERS = Path(__file__).with_name("workers.py")
 _START_S = 60.0
 
 
+def environment_of(tree: Path) -> dict[str, str]:
+    """In which `python -m lockstep_router` is that of a checkout."""
+    sources = [str(tree / part / "src") for part in ("services/router", "libs/common", "libs/api")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(sources)}
+
+
 class Target:
     """Runs as long as it is entered.
 
@@ -53,8 +59,15 @@ class Target:
         self.grpc_port = 0
 
     def __enter__(self) -> Self:
-        sources = [str(self._tree / part / "src") for part in ("services/router", "libs/common", "libs/api")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sources), "LOCKSTEP_MANAGEMENT_PORT": "0"}
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
+        environment = environment_of(self._tree) | {"LOCKSTEP_MANAGEMENT_PORT": "0"}
         tests = self._tree / "services/router/tests"
         self._workers = subprocess.Popen(
             [sys.executable, str(self._script), str(tests), self._directory.name, *self._pace],
@@ -78,7 +91,6 @@ class Target:
         listening = self._find_listening(Path(log.name))
         self.address = ("127.0.0.1", int(listening["port"]))
         self.grpc_port = int(listening.get("grpc_port", 0))
-        return self
 
     def __exit__(self, *_: object) -> None:
         for process in (self._router, self._workers):
@@ -99,8 +111,10 @@ class Target:
         return self._router.pid
 
     def memory_bytes(self) -> int:
-        """What the router has of the machine's memory."""
+        """What the router has of the machine's memory: nothing once it has ended."""
         assert self._router is not None
+        if not self.is_alive:
+            return 0
         rss: int = psutil.Process(self._router.pid).memory_info().rss
         return rss
 

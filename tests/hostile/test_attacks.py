@@ -12,17 +12,17 @@ import threading
 
 import pytest
 from lockstep_tools.hostile.attacks import names
-from trial import Outcome, Scene, attack, calm
+from trial import LIMITS, Outcome, Scene, attack, calm
 
 SECONDS = 2.0
 _CALM_S = 1.0
-_SILENCE_S = 1.0
-_HEALTHZ_P99_S = 0.2
-_BEST_HEALTHZ_P99_S = 0.1
-_FIRST_TOKEN_S = 2.0
-_MEMORY_PEAK_BYTES = 768 << 20
-_MEMORY_LEFT_BYTES = 100 << 20
-_VANISHED_S = 1.0
+_LATEST_S = {
+    "silence_s": LIMITS["silence_s"],
+    "healthz_p99_s": 0.2,
+    "first_token_s": 2.0,
+    "vanished_s": LIMITS["vanished_s"],
+}
+"""In every try."""
 _CALM_SILENCE_S = 0.1  # two tokens at 20 a second
 _CALM_HEALTHZ_P99_S = 0.01
 _MAX_SLOWNESS = 4.0
@@ -48,12 +48,12 @@ def test_attack_is_not_noticed(scene: Scene, name: str, summarize) -> None:
             f"left {outcome.memory_left_bytes >> 20} MiB, vanished {outcome.vanished_s:.2f} s "
             f"(machine slower by {slowness:.1f})"
         )
-        assert scene.target.is_alive
+        assert not outcome.failed
         assert not outcome.failures
-        assert outcome.memory_peak_bytes < _MEMORY_PEAK_BYTES
-        assert outcome.memory_left_bytes < _MEMORY_LEFT_BYTES
+        assert outcome.memory_peak_bytes < LIMITS["memory_peak_bytes"]
+        assert outcome.memory_left_bytes < LIMITS["memory_left_bytes"]
         assert too_late(outcome, slowness) == []
-        if outcome.healthz_p99_s < _BEST_HEALTHZ_P99_S * slowness:
+        if outcome.healthz_p99_s < LIMITS["healthz_p99_s"] * slowness:
             return
     pytest.fail("/healthz was late in every try")
 
@@ -74,10 +74,4 @@ def test_silence_that_outlasts_its_attack_counts_whole(scene: Scene) -> None:
 
 def too_late(outcome: Outcome, slowness: float) -> list[str]:
     """The names of the times that are above their limits."""
-    limits = {
-        "silence_s": _SILENCE_S,
-        "healthz_p99_s": _HEALTHZ_P99_S,
-        "first_token_s": _FIRST_TOKEN_S,
-        "vanished_s": _VANISHED_S,
-    }
-    return [name for name, limit_s in limits.items() if getattr(outcome, name) >= limit_s * slowness]
+    return [name for name, limit_s in _LATEST_S.items() if getattr(outcome, name) >= limit_s * slowness]

@@ -10,6 +10,7 @@ from typing import Self
 from lockstep_tools.hostile.attacks import MODEL, Address, request
 
 _TIMEOUT_S = 120.0
+_END_S = 5.0
 _PROBE_EVERY_S = 0.02
 _ASK_EVERY_S = 0.1
 _HEALTH = b"GET /healthz HTTP/1.1\r\nhost: router\r\n\r\n"
@@ -72,8 +73,10 @@ class Observer:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
+        # Those that wait for a silent router end with it.
+        end = time.monotonic() + _END_S
         for thread in self._threads:
-            thread.join(5.0)
+            thread.join(max(0.0, end - time.monotonic()))
 
     def take(self) -> Noticed:
         """What has been noticed since the last call; silences, probes and waits that still last count."""

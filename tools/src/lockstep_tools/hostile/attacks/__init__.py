@@ -6,6 +6,6 @@ attacked.
 """
 
 from lockstep_tools.hostile.attacks.http import request
-from lockstep_tools.hostile.attacks.registry import LEAST_S, MODEL, Address, longest_s, names, run
+from lockstep_tools.hostile.attacks.registry import LEAST_S, MODEL, Address, Door, door_of, longest_s, names, run
 
-__all__ = ["LEAST_S", "MODEL", "Address", "longest_s", "names", "request", "run"]
+__all__ = ["LEAST_S", "MODEL", "Address", "Door", "door_of", "longest_s", "names", "request", "run"]

@@ -10,7 +10,7 @@ from lockstep_tools.hostile.attacks.registry import (
     LEAST_S,
     MODEL,
     Address,
-    attack,
+    attack_on,
     connection,
     count_connection,
     filled,
@@ -62,14 +62,14 @@ ATTACKS["largest-ids"] = _bodies(
 )
 
 
-@attack
+@attack_on("http")
 async def long_text(address: Address) -> None:
     """A million characters to tokenize."""
     body = _PROMPT + b'"' + b"hello <|world " * 72_000 + b'", "max_tokens": 1}'
     await repeat(4, lambda: send(address, request(body)))
 
 
-@attack
+@attack_on("http")
 async def medium_prompts(address: Address) -> None:
     """As many prompts in one request as it may have, none of them long."""
     fields = {"model": MODEL, "prompt": ["hello <|world " * 290 + str(index) for index in range(64)], "max_tokens": 1}
@@ -77,14 +77,14 @@ async def medium_prompts(address: Address) -> None:
     await repeat(8, lambda: send(address, request(body)))
 
 
-@attack
+@attack_on("http")
 async def waiting_texts(address: Address) -> None:
     """Complete bodies of 4 MiB that wait to be tokenized."""
     body = filled(_PROMPT + b'"', b"hello world, ", b'"}')
     await repeat(40, lambda: send(address, request(body, "/tokenize")))
 
 
-@attack
+@attack_on("http")
 async def early_answers(address: Address) -> None:
     """Bodies that go on after they were refused."""
     head = b"POST /nowhere HTTP/1.1\r\nhost: router\r\ncontent-length: 1000000000\r\n\r\n"
@@ -99,14 +99,14 @@ async def early_answers(address: Address) -> None:
     await repeat(8, act)
 
 
-@attack
+@attack_on("http")
 async def long_word(address: Address) -> None:
     """Four million characters without a space."""
     body = filled(_PROMPT + b'"', b"ab", b'", "max_tokens": 1}')
     await repeat(2, lambda: send(address, request(body)))
 
 
-@attack
+@attack_on("http")
 async def many_headers(address: Address) -> None:
     """Sixteen megabytes of headers on each of eight connections."""
     block = b"".join(b"x-%d: %s\r\n" % (index, b"y" * 1000) for index in range(60))
@@ -122,7 +122,7 @@ async def many_headers(address: Address) -> None:
     await repeat(8, act)
 
 
-@attack
+@attack_on("http")
 async def large_header(address: Address) -> None:
     """One header of 32 MB."""
 
@@ -138,7 +138,7 @@ async def large_header(address: Address) -> None:
     await repeat(1, act)
 
 
-@attack
+@attack_on("http")
 async def tiny_chunks(address: Address) -> None:
     """A body of one byte a chunk."""
     block = b"1\r\n \r\n" * 10_000
@@ -153,7 +153,7 @@ async def tiny_chunks(address: Address) -> None:
     await repeat(4, act)
 
 
-@attack
+@attack_on("http")
 async def slow_headers(address: Address) -> None:
     """Two thousand connections that send a byte of their headers now and then."""
 
@@ -166,7 +166,7 @@ async def slow_headers(address: Address) -> None:
     await repeat(2000, act)
 
 
-@attack
+@attack_on("http")
 async def connections(address: Address) -> None:
     """More connections without a request than the router takes; those that it closes come back."""
     with needs_effect("the router takes all these connections") as note_closed:
@@ -180,7 +180,7 @@ async def connections(address: Address) -> None:
         await repeat(_IDLE_CONNECTIONS, act)
 
 
-@attack
+@attack_on("http")
 async def stalled_bodies(address: Address) -> None:
     """Two hundred and fifty bodies of 4 MiB that lack their last byte."""
     data = request(filled(_PROMPT + b'"', b"a b ", b'"}'))[:-1]
@@ -195,7 +195,7 @@ async def stalled_bodies(address: Address) -> None:
     await repeat(250, act)
 
 
-@attack
+@attack_on("http")
 async def many_answers(address: Address) -> None:
     """As many answers of one request as it may ask for."""
     fields = {"model": MODEL, "prompt": [f"prompt {index}" for index in range(64)], "n": 16, "max_tokens": 1000}
@@ -212,7 +212,7 @@ async def many_answers(address: Address) -> None:
     await repeat(4, act)
 
 
-@attack
+@attack_on("http")
 async def whole_logprobs(address: Address) -> None:
     """Answers in one piece with twenty alternatives for each token, and a large one, for which the attack waits."""
 
@@ -239,7 +239,7 @@ async def whole_logprobs(address: Address) -> None:
 LEAST_S["whole-logprobs"] = 60.0
 
 
-@attack
+@attack_on("http")
 async def pipelining(address: Address) -> None:
     """A second request before the first one is answered, and then the end of the connection."""
     body = json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 1000, "stream": True}).encode()
@@ -253,7 +253,7 @@ async def pipelining(address: Address) -> None:
     await repeat(16, act)
 
 
-@attack
+@attack_on("http")
 async def vanishing(address: Address) -> None:
     """Clients that leave after the first token, or before."""
     body = json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 1000, "stream": True}).encode()
@@ -266,7 +266,7 @@ async def vanishing(address: Address) -> None:
     await repeat(16, act)
 
 
-@attack
+@attack_on("http")
 async def unread(address: Address) -> None:
     """Clients that do not read what they asked for."""
     # Sixteen echoes of the prompt are more than the kernel's buffers of both sides hold.

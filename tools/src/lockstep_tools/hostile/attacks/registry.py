@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 MODEL = "reference"
 BODY_BYTES = (4 << 20) - 1024
@@ -19,7 +20,11 @@ _NO_FILES = (errno.EMFILE, errno.ENFILE)
 Address = tuple[str, int]
 Attack = Callable[[Address], Awaitable[None]]
 
+Door = Literal["http", "websocket", "grpc"]
+
 ATTACKS: dict[str, Attack] = {}
+_DOORS: dict[str, Door] = {}
+"""Of those that are not on HTTP."""
 LEAST_S: dict[str, float] = {}
 """Time that an attack may take to do what it is for; the others end when theirs is over."""
 
@@ -34,10 +39,15 @@ class _Made:
 _MADE = _Made()
 
 
-def attack(function: Attack) -> Attack:
+def attack_on(door: Door) -> Callable[[Attack], Attack]:
     """Register an attack under its function's name."""
-    ATTACKS[function.__name__.replace("_", "-")] = function
-    return function
+
+    def register(function: Attack) -> Attack:
+        name = function.__name__.replace("_", "-")
+        ATTACKS[name], _DOORS[name] = function, door
+        return function
+
+    return register
 
 
 def count_connection() -> None:
@@ -120,6 +130,11 @@ async def run(name: str, address: Address, seconds: float) -> None:
 def longest_s(name: str, seconds: float) -> float:
     """How long an attack lasts at most, if it is to last `seconds`."""
     return max(seconds, LEAST_S.get(name, 0.0))
+
+
+def door_of(name: str) -> Door:
+    """Where an attack comes in: WebSockets have the port of HTTP, gRPC has one of its own."""
+    return _DOORS.get(name, "http")
 
 
 def names() -> Iterator[str]:
