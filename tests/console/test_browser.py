@@ -271,7 +271,7 @@ def test_other_routers_are_on_the_topology_and_one_that_is_away_is_said_to_be(tw
     say(of_second, "a long story", 200)
     wait_text(page, "#other-list dd", r"^1 of 4,096$")
     assert page.locator("#stream-rows tr").count() == 0, "each router has streams of its own"
-    second.call(setattr, second.router, "draining", True)
+    second.call(setattr, second.router.in_progress, "draining", True)
     wait_text(page, "#other-list .badge", "draining")
     wait_text(page, "#announcer", f"Router {OTHER_ID}: draining")
     of_second.close()
