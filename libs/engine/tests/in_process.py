@@ -96,18 +96,20 @@ class InProcessGroup:
         results: list[Numerics | None] = [None] * self.tp
 
         def run(rank: int) -> None:
-            cache, vocab_size = self._ranks[rank][2], self._ranks[rank][1].vocab_size
-            with torch.inference_mode():
-                forward = functools.partial(self.forward, rank)
-                results[rank] = measure(
-                    forward, cache, vocab_size, 104, str(self._dtype), neighbours=True, together=together
-                )
+            results[rank] = self.measure_alone(rank, together)
 
         on_all(run, self.tp)
         first = results[0]
         assert first is not None
         assert all(each == first for each in results)
         return first
+
+    def measure_alone(self, rank: int = 0, together: Sequence[int] = ()) -> Numerics:
+        """The self-test of one rank, in this thread."""
+        cache, vocab_size = self._ranks[rank][2], self._ranks[rank][1].vocab_size
+        with torch.inference_mode():
+            forward = functools.partial(self.forward, rank)
+            return measure(forward, cache, vocab_size, 104, str(self._dtype), neighbours=True, together=together)
 
     def forward(self, rank: int, ids: torch.Tensor, layout: StepLayout, rows: NDArray[np.int64]) -> torch.Tensor:
         group, model, cache = self._ranks[rank]
