@@ -1,12 +1,16 @@
 """Attacks on the HTTP door."""
 
 import asyncio
+import contextlib
+import itertools
 import json
+import re
 import socket
 from collections.abc import Awaitable, Callable
 
 from lockstep_tools.hostile.attacks.registry import (
     ATTACKS,
+    BODY_BYTES,
     LEAST_S,
     MODEL,
     Address,
@@ -19,11 +23,22 @@ from lockstep_tools.hostile.attacks.registry import (
 )
 
 _CHUNK = 64 << 10
+_CHAT = "/v1/chat/completions"
 _LARGE_TOKENS = 3000
 _CHOICES = 16
 _LEAST_TOKEN_BYTES = 512
 """Of JSON, with twenty alternatives: about half of what most take."""
 _IDLE_CONNECTIONS = 3000
+_SMALL_BODY_BYTES = (64 << 10) - 64
+"""A little less than what the router parses without waiting for others."""
+_LINES = 300
+_MAX_MESSAGES = 4096
+"""The router's limit for one chat."""
+_FEW_MESSAGES = 3
+_MESSAGE_BYTES = 48
+"""Of JSON, for each message, apart from its text."""
+_WORDS = "something beautiful, hello "
+"""Few enough tokens, so that a chat of this text fits into the model's context."""
 
 
 def request(body: bytes, path: str = "/v1/completions", more: bytes = b"") -> bytes:
@@ -54,7 +69,7 @@ ATTACKS["mixed-prompt"] = _bodies(2, "/v1/completions", filled(_PROMPT + b'["a"'
 ATTACKS["id-lists"] = _bodies(2, "/v1/completions", filled(_PROMPT + b"[[1]", b",[]", b"]}"))
 ATTACKS["unknown-fields"] = _bodies(2, "/v1/completions", _KEYS)
 ATTACKS["empty-messages"] = _bodies(
-    2, "/v1/chat/completions", filled(b'{"model": "%s", "messages": [{}' % MODEL.encode(), b",{}", b"]}")
+    2, _CHAT, filled(b'{"model": "%s", "messages": [{}' % MODEL.encode(), b",{}", b"]}")
 )
 ATTACKS["many-texts"] = _bodies(2, "/v1/completions", filled(_PROMPT + b'["a"', b',"a"', b"]}"))
 ATTACKS["largest-ids"] = _bodies(
@@ -222,7 +237,7 @@ async def whole_logprobs(address: Address) -> None:
         body = json.dumps(fields | {"logprobs": True, "top_logprobs": 20}).encode()
         size = 0
         async with connection(address) as (reader, writer):
-            writer.write(request(body, "/v1/chat/completions", b"connection: close\r\n"))
+            writer.write(request(body, _CHAT, b"connection: close\r\n"))
             while data := await reader.read(_CHUNK):
                 size += len(data)
         return size
@@ -285,3 +300,74 @@ async def unread(address: Address) -> None:
             await asyncio.sleep(30)
 
     await repeat(2, act)
+
+
+def empty_messages(size: int) -> bytes:
+    """A chat of about `size` bytes with as many empty messages as that holds.
+
+    It is refused for its last field, once all messages have been read. `top_logprobs` keeps it from the short way that
+    simple bodies take.
+    """
+    head = b'{"model": "%s", "messages": [{"role":"user","content":""}' % MODEL.encode()
+    return filled(head, b',{"role":"user","content":""}', b'], "top_logprobs": null, "max_tokens": 0}', size)
+
+
+async def _answer(reader: asyncio.StreamReader) -> bytes:
+    """The head of an answer that has been read whole."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = re.search(rb"\r\ncontent-length: (\d+)", head)
+    if length is None:
+        raise ConnectionError("the answer has no length")
+    await reader.readexactly(int(length[1]))
+    return head
+
+
+@attack_on("http")
+async def small_bodies(address: Address) -> None:
+    """Bodies that are small enough to be read at once, on many connections in step."""
+    data = request(empty_messages(_SMALL_BODY_BYTES), _CHAT)
+
+    with needs_effect("the router has read no body") as note_refused:
+
+        async def act() -> None:
+            async with contextlib.AsyncExitStack() as stack:
+                lines = [await stack.enter_async_context(connection(address)) for _ in range(_LINES)]
+                while True:
+                    for _, writer in lines:
+                        writer.write(data)
+                    for reader, _ in lines:
+                        if b" 400 " in await _answer(reader):
+                            note_refused()
+
+        await repeat(1, act)
+
+
+@attack_on("http")
+async def large_chat(address: Address) -> None:
+    """Valid chats of nearly 4 MiB, of as many messages as there may be and of a few long ones: until each kind has been
+    answered, while others are sent.
+    """
+
+    def chat(count: int) -> bytes:
+        text = _WORDS * ((BODY_BYTES // count - _MESSAGE_BYTES) // len(_WORDS))
+        messages = [{"role": ("user", "assistant")[index % 2], "content": text} for index in range(count)]
+        return request(json.dumps({"model": MODEL, "messages": messages, "max_tokens": 1}).encode(), _CHAT)
+
+    async def ask(data: bytes) -> bool:
+        async with connection(address) as (reader, writer):
+            writer.write(data)
+            await writer.drain()
+            return b" 200 " in await _answer(reader)
+
+    kinds = [chat(_MAX_MESSAGES - 1), chat(_FEW_MESSAGES)]
+    more = itertools.cycle(kinds)
+    with needs_effect("no chat of each kind was answered") as note_answered:
+        others = asyncio.ensure_future(repeat(2, lambda: ask(next(more))))
+        try:
+            if all([await ask(data) for data in kinds]):
+                note_answered()
+        finally:
+            others.cancel()
+
+
+LEAST_S["large-chat"] = 60.0
