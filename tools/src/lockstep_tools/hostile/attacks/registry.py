@@ -24,7 +24,7 @@ Door = Literal["http", "websocket", "grpc"]
 
 ATTACKS: dict[str, Attack] = {}
 _DOORS: dict[str, Door] = {}
-"""Of those that are not on HTTP."""
+"""Where they come in; HTTP if they are not named here."""
 LEAST_S: dict[str, float] = {}
 """Time that an attack may take to do what it is for; the others end when theirs is over."""
 
