@@ -201,7 +201,7 @@ def grpc_server(config: HttpConfig, router: Router, credentials: grpc.ServerCred
     if router.settings.grpc_port is None:
         return None
     state = config.application.state
-    return GrpcServer(router, state.bodies, state.parsing, credentials)
+    return GrpcServer(router, state.bodies, state.turns, credentials)
 
 
 def http_config(router: Router, tls: ssl.SSLContext | None = None) -> HttpConfig:
