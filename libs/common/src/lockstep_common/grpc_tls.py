@@ -17,12 +17,18 @@ logger = logging.getLogger("lockstep.tls")
 _BEHAVIOURS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
-def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """Credentials that follow the files: each handshake uses the newest certificates."""
+def server_credentials(certificates: Certificates, *, verify_clients: bool = True) -> grpc.ServerCredentials:
+    """Credentials that follow the files: each handshake uses the newest certificates.
+
+    Args:
+        certificates: the server's own, and the authority of its clients.
+        verify_clients: a client has to show a certificate of that authority.
+    """
     given = certificates.current()
 
     def configuration() -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([(given.key, given.cert)], root_certificates=given.ca)
+        ca = given.ca if verify_clients else None
+        return grpc.ssl_server_certificate_configuration([(given.key, given.cert)], root_certificates=ca)
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         nonlocal given
@@ -32,7 +38,7 @@ def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
         given = newest
         return configuration()
 
-    return grpc.dynamic_ssl_server_credentials(configuration(), fetch, require_client_authentication=True)
+    return grpc.dynamic_ssl_server_credentials(configuration(), fetch, verify_clients)
 
 
 Dial = Callable[[str, tuple[tuple[str, object], ...]], grpc.aio.Channel]

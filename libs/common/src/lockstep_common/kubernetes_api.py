@@ -32,7 +32,7 @@ class KubernetesError(Exception):
 async def connect() -> ApiClient:
     """A client for the API server: with the pod's service account in a cluster, else as `KUBECONFIG` says.
 
-    The service account's token is read anew at least once a minute, since Kubernetes rotates it.
+    The service account's token is read again at least once a minute, since Kubernetes rotates it.
 
     Raises:
         KubernetesError: neither exists, or it cannot be read.
@@ -51,6 +51,29 @@ async def connect() -> ApiClient:
     except Exception as error:  # the library checks the files little and may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         raise KubernetesError(f"no way to the API server: {reason}") from None
+
+
+class ApiConnection:
+    """The client of one user: made when it is first needed, and again after `close`."""
+
+    def __init__(self) -> None:
+        self._client: ApiClient | None = None
+
+    async def client(self) -> ApiClient:
+        """The client, as `connect` makes it.
+
+        Raises:
+            KubernetesError: as for `connect`.
+        """
+        if self._client is None:
+            self._client = await connect()
+        return self._client
+
+    async def close(self) -> None:
+        """Close the client if there is one. The next one reads certificates and tokens again."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()  # type: ignore[no-untyped-call]
 
 
 async def answer(call: Awaitable[ClientResponse], deadline_s: float) -> dict[str, Any]:

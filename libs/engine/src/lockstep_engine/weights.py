@@ -2,7 +2,6 @@
 parameter; a head that is said to be the embedding is compared with it before.
 """
 
-import ctypes
 import itertools
 import math
 import re
@@ -12,6 +11,7 @@ from dataclasses import replace
 
 import torch
 from lockstep_common.errors import LockstepError
+from lockstep_common.freed_memory import return_freed_memory
 from torch import nn
 
 from lockstep_engine.architectures import ARCHITECTURES
@@ -269,7 +269,7 @@ def _target(piece: Piece, parameter: torch.Tensor) -> torch.Tensor:
 
 def _pack(layer: Product) -> None:
     layer.pack()
-    _give_back_freed()
+    return_freed_memory()
 
 
 def _kept_bytes(entry: tuple[nn.Module, str, torch.Tensor]) -> int:
@@ -278,13 +278,6 @@ def _kept_bytes(entry: tuple[nn.Module, str, torch.Tensor]) -> int:
     if isinstance(module, Product) and module.code_form is not None and parameter is module.weight:
         return parameter.nbytes * module.code_form.bits // 8
     return parameter.nbytes
-
-
-def _give_back_freed() -> None:
-    """Return the memory of a weight that has been packed to the kernel: glibc would keep it for later."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _settle_tied(model: nn.Module, checkpoint: Checkpoint) -> None:

@@ -10,7 +10,7 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from kubernetes.aio.client import ApiClient, CoreV1Api, CoreV1Event
+from kubernetes.aio.client import CoreV1Api, CoreV1Event
 from lockstep_common import kubernetes_api
 from lockstep_common.kubernetes_api import KubernetesError
 
@@ -35,7 +35,7 @@ class PodEvents:
         self._namespace = namespace
         self._uid = uid
         self._deadline_s = deadline_s
-        self._client: ApiClient | None = None
+        self._connection = kubernetes_api.ApiConnection()
         self._posted: dict[str, tuple[str, int]] = {}
         """Name and count of the Event for each notice key, the most recently posted last."""
         self._failing = False
@@ -46,7 +46,7 @@ class PodEvents:
             async for notice in queue.notices():
                 await self._post_with_retries(notice)
         finally:
-            await self._disconnect()
+            await self._connection.close()
 
     async def _post_with_retries(self, notice: Notice) -> None:
         for pause_s in (*_PAUSES_S, None):
@@ -58,7 +58,7 @@ class PodEvents:
                 metrics.EVENTS.labels("posted").inc()
                 self._failing = False
                 return
-            await self._disconnect()
+            await self._connection.close()
             if pause_s is not None:
                 await asyncio.sleep(pause_s)
         metrics.EVENTS.labels("failed").inc()
@@ -69,9 +69,7 @@ class PodEvents:
             logger.warning("Events of the pod cannot be posted", extra={"problem": problem})
 
     async def _post(self, notice: Notice) -> None:
-        if self._client is None:
-            self._client = await kubernetes_api.connect()
-        api = CoreV1Api(self._client)
+        api = CoreV1Api(await self._connection.client())
         name, count = self._posted.get(notice.key, ("", 0))
         if name:
             try:
@@ -134,11 +132,6 @@ class PodEvents:
             _request_timeout=self._deadline_s,
         )
         await kubernetes_api.answer(call, self._deadline_s)
-
-    async def _disconnect(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await client.close()  # type: ignore[no-untyped-call]
 
 
 def _now() -> str:

@@ -5,7 +5,8 @@ count against a container's limit.
 """
 
 import asyncio
-import ctypes
+
+from lockstep_common.freed_memory import return_freed_memory
 
 _TRIM_AFTER_S = 2.0
 
@@ -28,11 +29,4 @@ class MemoryTrimmer:
 
     def _trim(self) -> None:
         self._timer = None
-        asyncio.get_running_loop().run_in_executor(None, _trim)
-
-
-def _trim() -> None:
-    # Only glibc has it; other C libraries return memory without a call.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+        asyncio.get_running_loop().run_in_executor(None, return_freed_memory)

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 import grpc
-from lockstep_common.grpc_tls import dial_plain, dial_secure
+from lockstep_common.grpc_tls import dial_plain, dial_secure, server_credentials
 from lockstep_common.tls import Certificates, TlsFiles, server_context
 from lockstep_common.watched_files import watched
 
@@ -72,22 +72,7 @@ class RouterTls:
         """The credentials for clients over gRPC: each handshake uses the newest certificates. None: plain text."""
         if self.http is None:
             return None
-        certificates, verify_clients = self.http, self.verify_clients
-        given = certificates.current()
-
-        def configuration() -> grpc.ServerCertificateConfiguration:
-            ca = given.ca if verify_clients else None
-            return grpc.ssl_server_certificate_configuration([(given.key, given.cert)], root_certificates=ca)
-
-        def fetch() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal given
-            newest = certificates.current()
-            if newest is given:
-                return None
-            given = newest
-            return configuration()
-
-        return grpc.dynamic_ssl_server_credentials(configuration(), fetch, verify_clients)
+        return server_credentials(self.http, verify_clients=self.verify_clients)
 
     @property
     def management_context(self) -> ssl.SSLContext | None:

@@ -1,7 +1,8 @@
 """Server-sent events, decoded from bytes (https://html.spec.whatwg.org/multipage/server-sent-events.html).
 
 Lines end at CR, LF or CRLF and nowhere else. Libraries that split text at every Unicode line separator split an
-event whose JSON holds U+2028 or U+0085.
+event whose JSON holds U+2028 or U+0085. This is not the client's decoder (`lockstep_client.sse`): the load generator
+checks what servers send, so it takes events of any size, and its own time counts in what it measures.
 """
 
 import re

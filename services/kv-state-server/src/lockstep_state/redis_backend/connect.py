@@ -1,4 +1,8 @@
-"""Makes the client for an address: one server, sentinels or a cluster. Addresses have no password; a file has it."""
+"""Makes the client for an address: one server, sentinels or a cluster. Addresses have no password; a file has it.
+
+The router's `limits_storage` has rules of its own (`lockstep_router.tenants.shared_storage`): there the address goes to
+another library, which knows single servers only.
+"""
 
 import asyncio
 import ssl

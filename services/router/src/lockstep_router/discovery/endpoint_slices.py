@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from kubernetes.aio.client import ApiClient, DiscoveryV1Api
+from kubernetes.aio.client import DiscoveryV1Api
 from lockstep_common import kubernetes_api
 from lockstep_common.address import join_host_port
 from lockstep_common.kubernetes_api import KubernetesError
@@ -60,7 +60,7 @@ class EndpointSlices:
         self._backoff_initial_s = backoff_initial_s
         self._backoff_max_s = backoff_max_s
         self._fallback = fallback
-        self._client: ApiClient | None = None
+        self._connection = kubernetes_api.ApiConnection()
 
     async def run(self, report: Report) -> None:
         """List and watch until cancelled."""
@@ -78,7 +78,7 @@ class EndpointSlices:
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, self._backoff_max_s)
         finally:
-            await self._disconnect()
+            await self._connection.close()
 
     async def _turn(self, report: Report) -> bool:
         """One list and one watch; returns whether both succeeded."""
@@ -97,9 +97,8 @@ class EndpointSlices:
 
     async def _list(self) -> tuple[dict[str, dict[str, Any]], str]:
         """All slices by name, and the version of the collection."""
-        if self._client is None:
-            self._client = await kubernetes_api.connect()
-        call = DiscoveryV1Api(self._client).list_namespaced_endpoint_slice_without_preload_content(
+        client = await self._connection.client()
+        call = DiscoveryV1Api(client).list_namespaced_endpoint_slice_without_preload_content(
             self._namespace, label_selector=self._selector, _request_timeout=self._deadline_s
         )
         listed = await kubernetes_api.answer(call, self._deadline_s)
@@ -111,9 +110,8 @@ class EndpointSlices:
 
         A broken watch does not count as a failure of the discovery. If the API server fails, the next list fails too.
         """
-        assert self._client is not None
         deadline_s = self._resync_s + _WATCH_MARGIN_S
-        call = DiscoveryV1Api(self._client).list_namespaced_endpoint_slice_without_preload_content(
+        call = DiscoveryV1Api(await self._connection.client()).list_namespaced_endpoint_slice_without_preload_content(
             self._namespace,
             label_selector=self._selector,
             watch=True,
@@ -139,16 +137,11 @@ class EndpointSlices:
     async def _note(self, problem: str, report: Report) -> None:
         report.fail(problem)
         # Certificates or tokens may be out of date: the next connection reads them again.
-        await self._disconnect()
+        await self._connection.close()
         if self._fallback is not None:
             workers, _ = await self._fallback.resolve()
             if workers:
                 report.update_partially(workers)
-
-    async def _disconnect(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await client.close()  # type: ignore[no-untyped-call]
 
 
 def _apply(event: dict[str, Any], slices: dict[str, dict[str, Any]]) -> None:

@@ -41,7 +41,11 @@ _MAX_PASSWORD_BYTES = 4096
 
 
 def check_address(address: str) -> None:
-    """Raise ValueError for an address of a storage that cannot be used. The message does not quote it."""
+    """Raise ValueError for an address of a storage that cannot be used. The message does not quote it.
+
+    The state server's addresses have other rules. Here the address goes to the library `limits`: it is of one server,
+    and it may have a user, for whom there is no other setting.
+    """
     if address == MEMORY:
         return
     try:

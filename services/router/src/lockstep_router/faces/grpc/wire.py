@@ -5,12 +5,14 @@ hundreds of megabytes. It never decides whether the message is valid: the parser
 """
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from lockstep_common.errors import ErrorCode, LockstepError
+
+from lockstep_router.faces.openai.json_structure import too_many
 
 MAX_RECORDS = 20_000
 """Largest number of fields of all messages. A conversation of 4,096 messages has about 12,300."""
 
 _MAX_DEPTH = 8
+_MESSAGE_HAS = "the message has"
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
 _CONTINUED = bytes(range(128, 256))
@@ -46,11 +48,11 @@ class _Counter:
     def count(self, at: int, end: int, descriptor: Descriptor, depth: int) -> None:
         """Count what is in one message and in those inside of it."""
         if depth > _MAX_DEPTH:
-            raise _too_many("levels", _MAX_DEPTH)
+            raise too_many(_MESSAGE_HAS, "levels", _MAX_DEPTH)
         while at < end:
             self._records += 1
             if self._records > MAX_RECORDS:
-                raise _too_many("fields", MAX_RECORDS)
+                raise too_many(_MESSAGE_HAS, "fields", MAX_RECORDS)
             tag, at = self._varint(at, end)
             kind = tag & 7
             if kind == _VARINT:
@@ -76,7 +78,7 @@ class _Counter:
         elif field.type not in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
             self._values += len(self._message[at:end].translate(None, _CONTINUED))
             if self._values > self._max_values:
-                raise _too_many("values", self._max_values)
+                raise too_many(_MESSAGE_HAS, "values", self._max_values)
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
         value = 0
@@ -89,7 +91,3 @@ class _Counter:
             if byte < 0x80:
                 return value, at
         raise _BrokenError
-
-
-def _too_many(name: str, limit: int) -> LockstepError:
-    return LockstepError(ErrorCode.INVALID_REQUEST, f"the message has more than {limit} {name}")

@@ -55,7 +55,7 @@ def check_texts(texts: Iterable[str], max_values: int, who: str = "the arguments
 
 def _check(plain: list[bytes], max_values: int, who: str) -> None:
     if sum(each.count(b'"') for each in plain) > 2 * MAX_STRINGS:  # splitting at quotation marks takes the most time
-        raise _too_many(who, "strings", MAX_STRINGS)
+        raise too_many(who, "strings", MAX_STRINGS)
     found = [_measure(each) for each in plain]
     for name, count, limit in (
         ("values", sum(each.values for each in found), max_values),
@@ -64,7 +64,7 @@ def _check(plain: list[bytes], max_values: int, who: str) -> None:
         ("levels", max((each.depth for each in found), default=0), MAX_DEPTH),
     ):
         if count > limit:
-            raise _too_many(who, name, limit)
+            raise too_many(who, name, limit)
 
 
 def _without_escapes(body: bytes | bytearray) -> bytes:
@@ -97,5 +97,6 @@ def _depth(brackets: bytes) -> int:
     return deepest
 
 
-def _too_many(who: str, name: str, limit: int) -> LockstepError:
+def too_many(who: str, name: str, limit: int) -> LockstepError:
+    """The error for more elements of a name than the limit. `who` begins the sentence: `the body has`."""
     return LockstepError(ErrorCode.INVALID_REQUEST, f"{who} more than {limit} {name}")
