@@ -27,7 +27,14 @@ import uvloop
 from lockstep_api.v1 import inference_pb2, state_pb2
 from lockstep_common.grpc_tls import dial_plain
 from lockstep_router.generation.style import Style
-from lockstep_router.journals import ChoiceRecord, MemoryJournalStore, MirroredJournalStore, Outcome, Piece, Record
+from lockstep_router.journals import (
+    ChoiceRecord,
+    MemoryJournalStore,
+    MirroredJournalStore,
+    Outcome,
+    Piece,
+    RequestRecord,
+)
 from measure import machine, save, table
 from state import redis_server, state_server
 
@@ -73,9 +80,9 @@ class Lags:
         self.lags, self.calls, self.writes = [], 0, 0
 
 
-def record(request_id: str) -> Record:
+def record(request_id: str) -> RequestRecord:
     """A request of one choice."""
-    return Record(
+    return RequestRecord(
         request_id=request_id,
         owner="bench",
         model="bench",

@@ -7,7 +7,7 @@ import pytest
 from lockstep_api.v1 import inference_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router.generation.style import Style
-from lockstep_router.journals import ChoiceRecord, Claim, Outcome, Piece, Record
+from lockstep_router.journals import ChoiceRecord, Claim, Outcome, Piece, RequestRecord
 
 STOP = inference_pb2.FINISH_REASON_STOP
 KEEP_S = 10.0
@@ -15,7 +15,7 @@ KEEP_S = 10.0
 
 def record(request_id="r-1", choices=2, prompt=(1, 2, 3), tenant="tenant"):
     samplings = [inference_pb2.Sampling(max_tokens=8, seed=seed, logprobs=1) for seed in range(choices)]
-    return Record(
+    return RequestRecord(
         request_id=request_id,
         owner=tenant,
         model="reference",

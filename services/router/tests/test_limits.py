@@ -9,7 +9,7 @@ import pytest
 from key_files import KEY, OTHER_KEY, SECOND_KEY, bearer, tenant, write
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router.tenants import Tenant, TenantLimits
-from lockstep_router.tenants.limits import Usage
+from lockstep_router.tenants.limits import MinuteUsage
 from router_cluster import eventually
 from scripted_worker import Script
 
@@ -371,8 +371,8 @@ async def test_wait_is_as_long_as_it_has_to_be(minute, previous, current, left_s
 
 
 def test_empty_window_waits_for_nothing():
-    assert Usage(0, 0, 30.0).wait_s(10, 10) == 0
-    assert Usage(0, 0, 30.0).empty_s == 0
+    assert MinuteUsage(0, 0, 30.0).wait_s(10, 10) == 0
+    assert MinuteUsage(0, 0, 30.0).empty_s == 0
 
 
 async def test_no_limits_no_counting():

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep_router.journals import Claim, JournalStore, Outcome, Record, StoredStream
+from lockstep_router.journals import Claim, JournalStore, Outcome, RequestRecord, StoredStream
 
 SLACK_S = 0.3
 """Delays of the network, and turns of the event loop."""
@@ -83,7 +83,7 @@ class WatchedStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    async def open(self, record: Record) -> None:
+    async def open(self, record: RequestRecord) -> None:
         await self._store.open(record)
         self._begin(record)
 
@@ -107,7 +107,7 @@ class WatchedStore:
                 track.sealed_at, track.has_failed = self._now(), taken.outcome.failure is not None
         return taken
 
-    def _begin(self, record: Record) -> Track:
+    def _begin(self, record: RequestRecord) -> Track:
         streams = tuple(choice.stream_id for choice in record.choices)
         track = Track(record.request_id, streams, owned_at=self._now())
         self._tracks.add(track)

@@ -24,7 +24,7 @@ from lockstep_router.generation.embedding import Embedding, EmbeddingRequest, Pr
 from lockstep_router.generation.generation import Usage
 from lockstep_router.generation.request import PromptSource
 from lockstep_router.generation.style import Style
-from lockstep_router.journals import Record
+from lockstep_router.journals import RequestRecord
 from lockstep_router.journals.records import ChoiceRecord
 from lockstep_router.output import CallArguments, CallName, Content, Reasoning
 from lockstep_router.resumption import Event, Position, Reading, Runs
@@ -183,7 +183,7 @@ class _Reading:
 
     def __init__(self, style: Style, deltas: Sequence[Delta], *, is_inexact: bool) -> None:
         choice = ChoiceRecord("s", inference_pb2.Sampling())
-        self.record = Record(
+        self.record = RequestRecord(
             request_id=_ID,
             owner="",
             model=MODEL,

@@ -40,7 +40,7 @@ class BodyBudget:
 
     def __init__(self, max_bytes: int, bytes_per_s: int, memory: MemoryTrimmer) -> None:
         self._memory = memory
-        self.pace = Pace(bytes_per_s)
+        self.pace = ReadingPace(bytes_per_s)
         self._max_bytes = max_bytes
         self.used_bytes = 0
         self._arriving: set[Reservation] = set()
@@ -113,7 +113,7 @@ class BodyBudget:
         return self._max_bytes if size_bytes <= _SMALL_BYTES else self._max_bytes - self._max_bytes // _SMALL_SHARE
 
 
-class Pace:
+class ReadingPace:
     """Limits the rate at which all large bodies together are read.
 
     Reading them takes time of the event loop; a few hundred at once would leave none for streams. Their connections are

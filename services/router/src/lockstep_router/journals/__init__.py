@@ -5,7 +5,7 @@ It never generates and never sees a client.
 
 from lockstep_router.journals.memory import MemoryJournalStore
 from lockstep_router.journals.mirrored import MirroredJournalStore
-from lockstep_router.journals.records import ChoiceLog, ChoiceRecord, Claim, Outcome, Piece, Record, StoredStream
+from lockstep_router.journals.records import ChoiceLog, ChoiceRecord, Claim, Outcome, Piece, RequestRecord, StoredStream
 from lockstep_router.journals.store import JournalStore, StoreAwayError
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "MirroredJournalStore",
     "Outcome",
     "Piece",
-    "Record",
+    "RequestRecord",
     "StoreAwayError",
     "StoredStream",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lockstep_common.errors import ErrorCode, LockstepError
 
-from lockstep_router.journals.records import ChoiceLog, Claim, Outcome, Piece, Record, StoredStream
+from lockstep_router.journals.records import ChoiceLog, Claim, Outcome, Piece, RequestRecord, StoredStream
 
 _SPARE_REMINDERS = 64
 
@@ -29,7 +29,7 @@ class _Holding:
 
 @dataclass
 class _Entry:
-    record: Record
+    record: RequestRecord
     holding: _Holding
     logs: list[ChoiceLog]
     size_bytes: int
@@ -76,7 +76,7 @@ class MemoryJournalStore:
         """Approximate memory of all streams."""
         return self._size_bytes
 
-    async def open(self, record: Record) -> None:
+    async def open(self, record: RequestRecord) -> None:
         """Begin the journal of a stream.
 
         Raises:

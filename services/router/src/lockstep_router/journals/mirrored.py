@@ -17,7 +17,7 @@ from lockstep_router import metrics
 from lockstep_router.journals.memory import MemoryJournalStore
 from lockstep_router.journals.mirror import Mirror, trim_request
 from lockstep_router.journals.mirror_entry import Entry
-from lockstep_router.journals.records import ChoiceLog, Claim, Outcome, Piece, Record, StoredStream
+from lockstep_router.journals.records import ChoiceLog, Claim, Outcome, Piece, RequestRecord, StoredStream
 from lockstep_router.journals.shared_keys import SharedKeys
 from lockstep_router.journals.state_client import StateAwayError, StateClient, StateRefusedError
 from lockstep_router.journals.store import StoreAwayError
@@ -114,7 +114,7 @@ class MirroredJournalStore:
 
     # This router's streams.
 
-    async def open(self, record: Record) -> None:
+    async def open(self, record: RequestRecord) -> None:
         """Begin the journal of a stream.
 
         Raises:

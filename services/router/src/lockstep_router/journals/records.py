@@ -29,7 +29,7 @@ class ChoiceRecord:
 
 
 @dataclass(frozen=True)
-class Record:
+class RequestRecord:
     """A resumable request after its preparation: all that is needed to continue it and to write its answer again."""
 
     request_id: str
@@ -170,7 +170,7 @@ class Outcome:
 class StoredStream:
     """A stream as a store has it."""
 
-    record: Record
+    record: RequestRecord
     logs: Sequence[ChoiceLog]
     """One for each choice. Not to be changed."""
     outcome: Outcome | None

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from lockstep_common.errors import LockstepError
 
-from lockstep_router.journals.records import Claim, Outcome, Piece, Record, StoredStream
+from lockstep_router.journals.records import Claim, Outcome, Piece, RequestRecord, StoredStream
 
 
 class StoreAwayError(LockstepError):
@@ -27,7 +27,7 @@ class JournalStore(Protocol):
     def size_bytes(self) -> int:
         """Approximate memory of this process for all streams, also those that still run."""
 
-    async def open(self, record: Record) -> None:
+    async def open(self, record: RequestRecord) -> None:
         """Begin the journal of a stream.
 
         Raises:

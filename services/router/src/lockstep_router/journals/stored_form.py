@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from lockstep_router.generation.parsing import Parsing
 from lockstep_router.generation.style import Style
-from lockstep_router.journals.records import ChoiceLog, ChoiceRecord, Outcome, Piece, Record, StoredStream
+from lockstep_router.journals.records import ChoiceLog, ChoiceRecord, Outcome, Piece, RequestRecord, StoredStream
 
 SCHEMA = 1
 _NOBODY = "-"
@@ -88,7 +88,7 @@ def tenant_of_scope(scope: str) -> str:
     return tenant_of(scope.partition("/")[0])
 
 
-def to_message(record: Record, key: Key | None) -> state_pb2.StreamRecord:
+def to_message(record: RequestRecord, key: Key | None) -> state_pb2.StreamRecord:
     """The record of a stream."""
     request = _Request(
         owner=record.owner,
@@ -126,7 +126,7 @@ def from_response(request_id: str, response: state_pb2.ReadResponse) -> Found | 
     is_whole = choices and prompts and len(choices) % len(prompts) == 0 and len(response.logs) == len(choices)
     if not is_whole or message.schema != SCHEMA or (ending is not None and ending.is_removed):
         return None
-    record = Record(
+    record = RequestRecord(
         request_id=request_id,
         owner=request.owner,
         model=message.model,

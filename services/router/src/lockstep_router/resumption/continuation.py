@@ -7,7 +7,7 @@ from lockstep_api.v1 import worker_pb2
 
 from lockstep_router.generation.preparation import Prepared
 from lockstep_router.generation.prompts import Prompt
-from lockstep_router.journals import ChoiceLog, Record, StoredStream
+from lockstep_router.journals import ChoiceLog, RequestRecord, StoredStream
 from lockstep_router.resumption.position import Position
 from lockstep_router.resumption.run import Host
 from lockstep_router.streams.journal import Journal
@@ -40,7 +40,7 @@ def continued(stored: StoredStream, tokenizer: Tokenizer, priority: int) -> Prep
     )
 
 
-def _journal(record: Record, index: int, prompt: Prompt, log: ChoiceLog, priority: int) -> Journal:
+def _journal(record: RequestRecord, index: int, prompt: Prompt, log: ChoiceLog, priority: int) -> Journal:
     left_s = None if record.deadline_at is None else max(_MIN_TIMEOUT_S, record.deadline_at - time.time())
     return Journal(
         stream_id=record.choices[index].stream_id,

@@ -13,7 +13,15 @@ from lockstep_router.generation.choices import Choice, Delta
 from lockstep_router.generation.preparation import BYTES_OF_AN_ID, Prepared
 from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.generation.style import Style
-from lockstep_router.journals import ChoiceLog, JournalStore, Outcome, Piece, Record, StoreAwayError, StoredStream
+from lockstep_router.journals import (
+    ChoiceLog,
+    JournalStore,
+    Outcome,
+    Piece,
+    RequestRecord,
+    StoreAwayError,
+    StoredStream,
+)
 from lockstep_router.resumption.continuation import continued, unproven
 from lockstep_router.resumption.endings import gone, not_found
 from lockstep_router.resumption.position import Position
@@ -92,7 +100,7 @@ class Generating:
             count_refused_takeover(None if run.outcome is None else run.outcome.failure)
 
     async def _generate(
-        self, run: Run, record: Record, prepared: Prepared, account: Account, logs: list[ChoiceLog]
+        self, run: Run, record: RequestRecord, prepared: Prepared, account: Account, logs: list[ChoiceLog]
     ) -> None:
         run.logs = logs
         async with self._host.run(prepared, account, observe=partial(self._note, run, prepared)) as generation:

@@ -9,7 +9,7 @@ from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_router.generation.choices import Delta
 from lockstep_router.generation.generation import Usage
-from lockstep_router.journals import ChoiceLog, Outcome, Record, StoredStream
+from lockstep_router.journals import ChoiceLog, Outcome, RequestRecord, StoredStream
 from lockstep_router.resumption.position import After, Position, no_position
 from lockstep_router.resumption.replay import Replay
 from lockstep_router.text.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ class Reading:
 
     def __init__(
         self,
-        record: Record,
+        record: RequestRecord,
         source: Source,
         tokenizer: Tokenizer,
         *,
@@ -201,7 +201,7 @@ class Reading:
         return Event(delta, self.position)
 
 
-def position_of(after: After, record: Record) -> Position:
+def position_of(after: After, record: RequestRecord) -> Position:
     """The position after an event of an answer.
 
     Raises:

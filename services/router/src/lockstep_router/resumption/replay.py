@@ -7,7 +7,7 @@ from dataclasses import replace
 from lockstep_api.v1 import inference_pb2, worker_pb2
 
 from lockstep_router.generation.choices import Choice, Delta
-from lockstep_router.journals import ChoiceLog, Record
+from lockstep_router.journals import ChoiceLog, RequestRecord
 from lockstep_router.resumption.position import Position, no_position
 from lockstep_router.text.tokenizer import Tokenizer
 
@@ -18,7 +18,7 @@ _TOKENS_AT_ONCE = 256
 class Replay:
     """Turns the logs of a stream's choices into deltas."""
 
-    def __init__(self, record: Record, logs: Sequence[ChoiceLog], tokenizer: Tokenizer) -> None:
+    def __init__(self, record: RequestRecord, logs: Sequence[ChoiceLog], tokenizer: Tokenizer) -> None:
         self._logs = logs
         self._choices = [
             Choice(

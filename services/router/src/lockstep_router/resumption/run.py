@@ -13,7 +13,7 @@ from lockstep_router.generation.generation import Generation, Observer
 from lockstep_router.generation.preparation import Prepared
 from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.generation.style import Style
-from lockstep_router.journals import ChoiceLog, ChoiceRecord, Outcome, Record
+from lockstep_router.journals import ChoiceLog, ChoiceRecord, Outcome, RequestRecord
 from lockstep_router.resumption.endings import taken
 from lockstep_router.settings import RouterSettings
 from lockstep_router.tenants import Account
@@ -65,7 +65,7 @@ class Run:
         """The store has it, as one that runs here."""
         self.failed: Outcome | None = None
         """How it had failed here, if it goes on after that."""
-        self.record: Record | None = None
+        self.record: RequestRecord | None = None
         self.tokenizer: Tokenizer | None = None
         self.unproven: frozenset[int] = frozenset()
         """Choices that began again here, as nobody knows the numerics that an earlier run may have begun them with."""
@@ -121,10 +121,10 @@ class Run:
                 self.task.cancel()
 
 
-def record_of(run: Run, prepared: Prepared, style: Style, session: str, timeout_s: float | None) -> Record:
+def record_of(run: Run, prepared: Prepared, style: Style, session: str, timeout_s: float | None) -> RequestRecord:
     """What is kept of a request; `timeout_s` is its own."""
     now = time.time()
-    return Record(
+    return RequestRecord(
         request_id=run.request_id,
         owner=run.owner,
         model=prepared.card.name,

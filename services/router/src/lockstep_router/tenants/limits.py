@@ -42,7 +42,7 @@ class Storage(Protocol):
 
 
 @dataclass(frozen=True)
-class Usage:
+class MinuteUsage:
     """What one sliding minute holds."""
 
     previous: int
@@ -135,11 +135,11 @@ class TenantLimits:
         self._charging.add(task)
         task.add_done_callback(self._charging.discard)
 
-    async def usage(self, tenant: Tenant, what: str) -> Usage:
+    async def usage(self, tenant: Tenant, what: str) -> MinuteUsage:
         """What counts in the sliding minute."""
         previous, _, current, current_s = await self._storage.get_sliding_window(_key(tenant, what), _MINUTE_S)
         # A window is kept for another minute after its own.
-        return Usage(previous, current, max(0.0, current_s - _MINUTE_S))
+        return MinuteUsage(previous, current, max(0.0, current_s - _MINUTE_S))
 
 
 class Account:
@@ -265,7 +265,7 @@ class Account:
         if not is_counted:
             raise _exceeded(f"{what}_per_minute", limit, usage.wait_s(limit, amount))
 
-    async def _note(self, what: str, limit: int) -> Usage:
+    async def _note(self, what: str, limit: int) -> MinuteUsage:
         usage = await self._limits.usage(self.tenant, what)
         self.standings[what] = standing = Standing(limit, max(0, limit - usage.count), usage.empty_s)
         self._limits.note_standing(self.tenant, what, standing)

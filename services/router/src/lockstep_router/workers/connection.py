@@ -68,7 +68,7 @@ class Receiver(Protocol):
         """The connection has ended."""
 
 
-class Connection:
+class WorkerConnection:
     """One worker's connection, whether there is one now or not."""
 
     def __init__(

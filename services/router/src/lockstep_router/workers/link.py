@@ -22,7 +22,7 @@ from lockstep_router.policies import WorkerFacts
 from lockstep_router.settings import RouterSettings
 from lockstep_router.text.tokenizer import Tokenizer
 from lockstep_router.workers.clock import AwakeClock
-from lockstep_router.workers.connection import Connection, ProtocolError, describe
+from lockstep_router.workers.connection import ProtocolError, WorkerConnection, describe
 from lockstep_router.workers.evidence import Evidence
 from lockstep_router.workers.frame_numbers import clear_unusable
 from lockstep_router.workers.health import BreakerState, Health
@@ -97,7 +97,7 @@ class Link:
         self.status = worker_pb2.Status()
         self._load = Reported.of(self.status)
         self._rng = rng or SystemRandom()
-        self._connection = Connection(self, settings, clock, dial, self._rng)
+        self._connection = WorkerConnection(self, settings, clock, dial, self._rng)
         self._stub: Any = None
         """Of the present connection."""
         self.health = Health(settings, clock.tick_s, self._rng)

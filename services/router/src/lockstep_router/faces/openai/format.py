@@ -16,7 +16,7 @@ from lockstep_router.generation.generation import Usage
 from lockstep_router.generation.preparation import Prepared
 from lockstep_router.generation.sampling import MODEL_SETTINGS
 from lockstep_router.generation.style import Style
-from lockstep_router.journals import Record
+from lockstep_router.journals import RequestRecord
 from lockstep_router.text.tokenizer import Tokenizer
 
 Body = dict[str, Any]
@@ -351,7 +351,7 @@ def make_format(style: Style, request_id: str, prepared: Prepared) -> Format:
     return _format(style, head, prepared.tokenizer, len(prepared.journals), texts)
 
 
-def format_of(record: Record, tokenizer: Tokenizer) -> Format:
+def format_of(record: RequestRecord, tokenizer: Tokenizer) -> Format:
     """The format of the answer to a resumable request."""
     head = Head(_answer_id(record.style, record.request_id), record.model, record.created)
     return _format(record.style, head, tokenizer, len(record.choices), record.prefixes)

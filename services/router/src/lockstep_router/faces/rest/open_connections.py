@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lockstep_router.faces.bodies import Pace
+from lockstep_router.faces.bodies import ReadingPace
 
 
 class Evictable(Protocol):
@@ -57,7 +57,7 @@ class Connections:
     """
 
     def __post_init__(self) -> None:
-        self.dropping = Pace(self.limits.dropped_bytes_per_s)
+        self.dropping = ReadingPace(self.limits.dropped_bytes_per_s)
         self._closing: asyncio.TimerHandle | None = None
 
     def note_idle(self, connection: Idle, loop: asyncio.AbstractEventLoop) -> None:

@@ -13,7 +13,7 @@ from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 
-class Connection(Protocol):
+class AnswerConnection(Protocol):
     """What an answer needs of its connection."""
 
     loop: asyncio.AbstractEventLoop
@@ -107,7 +107,7 @@ class ResponseTransport:
     one system call.
     """
 
-    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
+    def __init__(self, connection: AnswerConnection, cycle: RequestResponseCycle) -> None:
         self.connection = connection
         self._cycle = cycle
         self._head: bytes | None = None

@@ -25,7 +25,7 @@ _KEY_MARK = b"lockstep.key."
 """Precedes an API key among the subprotocols: browsers can set no header `Authorization`."""
 
 
-class Connection(Holder, Interface):
+class SwitchableConnection(Holder, Interface):
     """A connection of HTTP that can become one of another protocol."""
 
     def switch(self, socket: Socket, head: bytes) -> None:

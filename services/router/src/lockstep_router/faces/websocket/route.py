@@ -7,7 +7,7 @@ from starlette.types import Receive, Scope, Send
 
 from lockstep_router.faces.bodies import BodyBudget
 from lockstep_router.faces.body_turns import BodyTurns
-from lockstep_router.faces.websocket.handshake import EXTENSION, PATH, Connection, shake_hands
+from lockstep_router.faces.websocket.handshake import EXTENSION, PATH, SwitchableConnection, shake_hands
 from lockstep_router.faces.websocket.session import Client, Session
 from lockstep_router.faces.websocket.socket import Socket, SocketLimits
 from lockstep_router.router import Router
@@ -25,7 +25,7 @@ def add_stream(app: FastAPI, router: Router, bodies: BodyBudget, turns: BodyTurn
         head = shake_hands(request.scope, router.settings.websocket_origins)
         if router.draining:
             raise LockstepError(ErrorCode.DRAINING, "this router is shutting down", retry_after_s=1)
-        connection: Connection | None = request.scope.get("extensions", {}).get(EXTENSION)
+        connection: SwitchableConnection | None = request.scope.get("extensions", {}).get(EXTENSION)
         if connection is None:
             raise LockstepError(ErrorCode.INVALID_REQUEST, "this connection cannot become a WebSocket")
         socket = Socket(_limits(router.settings), bodies, connection)

@@ -10,7 +10,7 @@ from lockstep_router.faces.openai.responses.items import Items
 from lockstep_router.faces.openai.responses.schemas import ResponsesRequest
 from lockstep_router.generation.choices import Delta
 from lockstep_router.generation.generation import Usage
-from lockstep_router.journals import Record
+from lockstep_router.journals import RequestRecord
 from lockstep_router.output import Content
 
 Body = dict[str, Any]
@@ -105,7 +105,7 @@ class ResponsesFormat:
         return numbered
 
 
-def response_format_of(record: Record) -> ResponsesFormat:
+def response_format_of(record: RequestRecord) -> ResponsesFormat:
     """The format of the response to a resumable request."""
     return ResponsesFormat(record.style.options, record.request_id, record.model, record.created)
 
