@@ -87,8 +87,12 @@ def test_of_the_kubernetes_client_the_apis_used_are_left(tmp_path, install):
     assert "apps_v1_api" in done.stderr
 
 
-def test_an_environment_without_the_kubernetes_client_is_fine(tmp_path, install):
-    install.trim_kubernetes(tmp_path, tmp_path / "no-python", [])
+def test_an_environment_without_the_kubernetes_client_keeps_all_its_files(tmp_path, install):
+    other = tmp_path / "rich/client/api/apps_v1_api.py"
+    other.parent.mkdir(parents=True)
+    other.touch()
+    install.trim_kubernetes(tmp_path, tmp_path / "no-python", ["DiscoveryV1Api"])
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [other]
 
 
 def test_the_environment_is_split_into_layers(tmp_path, install):
