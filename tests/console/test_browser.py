@@ -127,28 +127,28 @@ def test_elements_with_one_key_do_not_grow_in_number(served, open_page):
     assert page.evaluate(shown) == "aab"
 
 
-def test_each_move_is_told_once_also_without_a_gap_and_after_a_restart(served, open_page):
+def test_each_move_is_announced_once_also_without_a_gap_and_after_a_restart(served, open_page):
     page = open_page(served.management)
-    told = """async () => {
+    script = """async () => {
       const { onMove, showMoves } = await import("/console/moves.js");
       const move = { key: "1", stream: "aaaa", run: "", at: 0, from: "w0", to: "w1", reason: "link_lost", gap_s: null,
         tokens: 3, ended: "" };
       const next = { ...move, key: "2", from: "w1", to: "w2", gap_s: 0.5 };
       const restarted = { ...move, stream: "bbbb", gap_s: 0.1 };
-      const told = [];
-      const stop = onMove(({ key, stream }) => told.push(key + stream));
+      const reported = [];
+      const stop = onMove(({ key, stream }) => reported.push(key + stream));
       showMoves([move], "r");  // what was before the page
       showMoves([], "r");
       showMoves([{ ...move, key: "3" }, move], "r");  // two answers of one request
-      told.push("then");
+      reported.push("then");
       showMoves([next, move], "r");
       showMoves([next, move], "r");
       showMoves([restarted], "r");
       showMoves([next, move], "another router");
       stop();
-      return told;
+      return reported;
     }"""
-    assert page.evaluate(told) == ["then", "1aaaa", "2aaaa", "1bbbb"]
+    assert page.evaluate(script) == ["then", "1aaaa", "2aaaa", "1bbbb"]
 
 
 def test_a_slow_rank_is_named_on_the_topology(served, open_page):
@@ -221,7 +221,7 @@ def test_durations_times_and_counts_are_read_without_doubt(served, open_page):
 
 def test_a_router_that_comes_back_to_a_forgotten_address_is_no_change(served, open_page):
     page = open_page(served.management)
-    told = """async () => {
+    script = """async () => {
       const { showOthers } = await import("/console/others.js");
       const row = { address: "10.0.0.1:8001", facts: null, problem: "", heard_s: null };
       document.getElementById("announcer").textContent = "";
@@ -232,7 +232,7 @@ def test_a_router_that_comes_back_to_a_forgotten_address_is_no_change(served, op
       await new Promise((resolve) => setTimeout(resolve, 600));
       return document.getElementById("announcer").textContent;
     }"""
-    assert "router-c" not in page.evaluate(told)
+    assert "router-c" not in page.evaluate(script)
 
 
 def test_whatever_scrolls_is_reached_by_keyboard(served, open_page):

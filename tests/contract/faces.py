@@ -54,7 +54,7 @@ class Answer:
     """Id, name and arguments of each."""
     usage: tuple[int, int, int, int] | None = None
     """Prompt, completion, cached and reasoning tokens."""
-    told_usage: tuple[int, int, int, int] | None = None
+    reported_usage: tuple[int, int, int, int] | None = None
     """What a finish has said of the usage."""
     stream: str = ""
     last_event_id: str = ""
@@ -276,8 +276,8 @@ def _take_chunk(answer: Answer, chunk: Body, event_id: str) -> None:
         answer.add_choice(choice)
     if chunk.get("usage"):
         answer.take_usage(chunk["usage"])
-    if told := chunk.get("lockstep", {}).get("usage"):
-        answer.told_usage = _openai_usage(told)
+    if usage := chunk.get("lockstep", {}).get("usage"):
+        answer.reported_usage = _openai_usage(usage)
     answer.last_event_id = event_id
     answer.events += 1
 
@@ -376,7 +376,7 @@ class Grpc:
                     logprobs = [each.chosen.logprob for each in event.logprobs]
                     answer.add(event.choice, event.text, _FINISHES.get(event.finish), logprobs)
                 if event.HasField("final_usage"):
-                    answer.told_usage = _grpc_usage(event.final_usage)
+                    answer.reported_usage = _grpc_usage(event.final_usage)
                 yield answer
         except grpc.aio.AioRpcError as error:
             raise _failure(error) from None

@@ -333,15 +333,15 @@ async def test_stream_of_one_face_is_resumed_on_another(system: System, first: s
 async def test_usage_comes_with_the_last_finish_and_once_more_at_the_end(system: System, name: str) -> None:
     for worker in system.workers:
         worker.script = Script(cached_tokens=1)
-    finished, told, events, answer = "", [], 0, Answer()
+    finished, reported, events, answer = "", [], 0, Answer()
     async for answer in system.faces[name].ask("text", TEXT | {"n": 2, "resumable": True}):
-        told += [answer.told_usage] if len(answer.finishes) == 2 and not finished else []
+        reported += [answer.reported_usage] if len(answer.finishes) == 2 and not finished else []
         if len(answer.finishes) < 2:
-            assert answer.told_usage is None, "not before the last choice has ended"
+            assert answer.reported_usage is None, "not before the last choice has ended"
         elif not finished:
             finished, events = answer.last_event_id, answer.events
     assert answer.usage is not None
-    assert told == [answer.usage]
+    assert reported == [answer.usage]
     assert answer.events == events + 1, "the usage comes by itself, too"
     for second in STREAMED:
         rest = await whole(system.faces[second].resume(answer.stream, finished))

@@ -18,8 +18,8 @@ def new_prompt() -> tuple[int, ...]:
     return tuple(rng.randrange(5, 900) for _ in range(16 * BLOCKS + 3))
 
 
-class Told:
-    """What a router has been told of a worker's cache."""
+class CacheReports:
+    """What a worker has reported of its cache to one router."""
 
     def __init__(self, router: Router) -> None:
         self.router = router
@@ -74,15 +74,15 @@ async def run(router: Router, stream_id: str, prompt: tuple[int, ...], tenant: s
 
 async def test_reports_name_the_blocks_of_prompts_by_keys_that_routers_compute(worker: Implementation) -> None:
     router, _ = await worker.greeted()
-    told, prompt = Told(router), new_prompt()
-    await told.snapshot()
-    assert told.last.prefix_report.number == 1
+    reported, prompt = CacheReports(router), new_prompt()
+    await reported.snapshot()
+    assert reported.last.prefix_report.number == 1
     assert await run(router, "s", prompt, "search") == 0
     keys = prefix_keys("search", prompt, MANY)
     assert len(keys) == BLOCKS
-    await told.until(keys)
-    assert not told.keys & {*prefix_keys("", prompt, MANY), *prefix_keys("other", prompt, MANY)}
-    assert told.snapshots == 1
+    await reported.until(keys)
+    assert not reported.keys & {*prefix_keys("", prompt, MANY), *prefix_keys("other", prompt, MANY)}
+    assert reported.snapshots == 1
 
 
 async def test_a_router_learns_what_another_one_has_sent_before_it_asked(worker: Implementation) -> None:
@@ -90,22 +90,22 @@ async def test_a_router_learns_what_another_one_has_sent_before_it_asked(worker:
     prompt = new_prompt()
     await run(first, "s", prompt, "t")
     second, _ = await worker.greeted()
-    told = Told(second)
-    await told.snapshot()
-    await told.until(prefix_keys("t", prompt, MANY))
+    reported = CacheReports(second)
+    await reported.snapshot()
+    await reported.until(prefix_keys("t", prompt, MANY))
     assert await run(second, "s", prompt, "t") == 16 * BLOCKS, "so it is, as reported"
 
 
 async def test_a_second_request_for_reports_gives_a_new_snapshot(worker: Implementation) -> None:
     router, _ = await worker.greeted()
-    told, prompt = Told(router), new_prompt()
-    await told.snapshot()
+    reported, prompt = CacheReports(router), new_prompt()
+    await reported.snapshot()
     await run(router, "s", prompt, "t")
-    await told.until(prefix_keys("t", prompt, MANY))
-    await told.snapshot(max_blocks=BLOCKS)
-    assert len(told.last.prefix_report.added) <= BLOCKS
-    await told.snapshot()
-    await told.until(prefix_keys("t", prompt, MANY))
+    await reported.until(prefix_keys("t", prompt, MANY))
+    await reported.snapshot(max_blocks=BLOCKS)
+    assert len(reported.last.prefix_report.added) <= BLOCKS
+    await reported.snapshot()
+    await reported.until(prefix_keys("t", prompt, MANY))
 
 
 async def test_a_router_that_does_not_ask_is_told_nothing(worker: Implementation) -> None:
@@ -119,16 +119,16 @@ async def test_a_router_that_does_not_ask_is_told_nothing(worker: Implementation
 @pytest.mark.slow
 async def test_lost_ranks_leave_nothing_cached(worker: Implementation) -> None:
     router, _ = await worker.greeted()
-    told, prompt = Told(router), new_prompt()
-    await told.snapshot()
+    reported, prompt = CacheReports(router), new_prompt()
+    await reported.snapshot()
     await run(router, "s", prompt, "t")
-    await told.until(prefix_keys("t", prompt, MANY))
-    epoch = told.last.epoch
+    await reported.until(prefix_keys("t", prompt, MANY))
+    epoch = reported.last.epoch
     await worker.lose_rank(router)
-    while told.keys or told.last.epoch == epoch:
-        await told.next()
-    assert told.last.epoch == epoch + 1
-    assert told.last.prefix_report.snapshot
+    while reported.keys or reported.last.epoch == epoch:
+        await reported.next()
+    assert reported.last.epoch == epoch + 1
+    assert reported.last.prefix_report.snapshot
     await router.ready()
     assert await run(router, "again", prompt, "t") == 0
-    await told.until(prefix_keys("t", prompt, MANY))
+    await reported.until(prefix_keys("t", prompt, MANY))

@@ -228,9 +228,9 @@ class Prometheus:
         wait_for_alerts(gone, f"{sorted(alerts)} resolve", lambda: f"{sorted(self.firing(release))} fire")
 
 
-def wait_for_alerts(holds: Callable[[], bool], what: str, told: Callable[[], str]) -> None:
-    """Wait with a long deadline; the failure tells what is."""
+def wait_for_alerts(holds: Callable[[], bool], what: str, describe: Callable[[], str]) -> None:
+    """Wait with a long deadline. A failure has the state that `describe` gives."""
     try:
         wait_for(holds, what, PATIENCE_S, every_s=0.3)
     except AssertionError as error:
-        raise AssertionError(f"{error}: {told()}") from None
+        raise AssertionError(f"{error}: {describe()}") from None

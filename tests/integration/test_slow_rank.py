@@ -96,16 +96,16 @@ def test_everything_that_tells_of_ranks_names_the_slow_one(
     def profiled(words: str) -> str:
         arguments = ("--url", system.management_url, "--steps", "10", "--out", str(tmp_path / "trace"))
 
-        def told() -> str:
+        def reported() -> str:
             (tmp_path / "trace").unlink(missing_ok=True)
             code, output, notes = run("profile", *arguments, within_s=PATIENCE_S)
             assert code == 0, notes
             return output if words in output else ""
 
-        return wait_for(told, words, PATIENCE_S)
+        return wait_for(reported, words, PATIENCE_S)
 
     with Load(system, 20):
-        wait_for(lambda: shown(system)["ranks"][0]["compute_s"] > 0, "the router is told", PATIENCE_S)
+        wait_for(lambda: shown(system)["ranks"][0]["compute_s"] > 0, "the router has the report", PATIENCE_S)
         pace.write_text(SLOW)
         wait_for(lambda: shown(system)["slow_rank"] == 1, "the console names it", PATIENCE_S)
         found = wait_for(lambda: waited_for(system), "a timeline names it", PATIENCE_S)

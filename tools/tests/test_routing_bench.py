@@ -31,12 +31,12 @@ def test_conversations_keep_their_prefixes_where_a_policy_has_affinity() -> None
 
 
 def test_reports_make_expectations_right_that_are_guesses_without_them() -> None:
-    told, guessed = (
+    reported, guessed = (
         conversations("prefix_aware", named=False, seats=8, seconds=20, reports_blocks=reports).figures()
         for reports in (True, False)
     )
-    assert told["wrong_share"] < guessed["wrong_share"]
-    assert told["hit_rate"] > guessed["hit_rate"] - 0.02
+    assert reported["wrong_share"] < guessed["wrong_share"]
+    assert reported["hit_rate"] > guessed["hit_rate"] - 0.02
 
 
 def test_same_seed_gives_the_same_figures_and_another_seed_others() -> None:

@@ -51,9 +51,9 @@ def test_it_is_the_shortest_prefix_that_the_gate_takes(window):
     for model in (*QUOTED_MODELS, Model("small", 1 << 10, 900), Model("slow", 64 << 10, 500)):
         for network in (*QUOTED_NETWORKS, Network("far", 1e9, 0.1), Network("here", 1.3e8, 0.002)):
             first = next((n for n in range(1, 1500) if gate_takes(model, network, window, n)), None)
-            told = break_even_tokens(model, network, window)
-            assert told == (None if first is None else BLOCK_TOKENS * first), (model.name, network.name)
-            found.add(told)
+            reported = break_even_tokens(model, network, window)
+            assert reported == (None if first is None else BLOCK_TOKENS * first), (model.name, network.name)
+            found.add(reported)
     assert None in found
     assert len(found) > 5, "of lengths of many kinds"
 

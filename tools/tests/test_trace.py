@@ -24,8 +24,8 @@ def span(span_id, parent_id, name, begin_ms, end_ms, process="router", **rest):
 
 
 def attempt(span_id, number, worker, outcome, begin_ms, end_ms, error=""):
-    told = {"lockstep.attempt": str(number), "lockstep.worker": worker, "lockstep.outcome": outcome}
-    return span(span_id, "1", "attempt", begin_ms, end_ms, attributes=told, error=error)
+    reported = {"lockstep.attempt": str(number), "lockstep.worker": worker, "lockstep.outcome": outcome}
+    return span(span_id, "1", "attempt", begin_ms, end_ms, attributes=reported, error=error)
 
 
 FAILOVER = [
@@ -81,8 +81,8 @@ def test_the_causes_come_with_the_longest_first():
 
 def test_a_pause_for_a_client_is_no_failover():
     paused = [attempt(str(number), number, "w0", "slow_client", number, number + 1) for number in (1, 2)]
-    told = headline([*paused, attempt("3", 3, "w0", "finished", 3, 9)])
-    assert told.endswith("; worker w0 (finished); paused 2 times for its client")
+    reported = headline([*paused, attempt("3", 3, "w0", "finished", 3, 9)])
+    assert reported.endswith("; worker w0 (finished); paused 2 times for its client")
 
 
 def test_several_streams_are_no_failovers():

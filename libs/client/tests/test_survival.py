@@ -441,7 +441,7 @@ def test_silent_stream_is_resumed():
 
 
 @pytest.mark.parametrize(
-    ("told", "changes", "expected_s"),
+    ("reported_s", "changes", "expected_s"),
     [
         ("18.75", {}, 23.75),
         ("18.75", {"keepalive_slack_s": None}, 45.0),
@@ -451,8 +451,8 @@ def test_silent_stream_is_resumed():
         ("18.75", {"timeout_s": 7.0}, 7.0),
     ],
 )
-def test_stream_is_silent_for_as_long_as_its_router_has_told(told, changes, expected_s):
-    network = Network({A: FakeRouter(max_silence=told)}, [300])
+def test_stream_is_silent_for_as_long_as_its_router_has_reported(reported_s, changes, expected_s):
+    network = Network({A: FakeRouter(max_silence=reported_s)}, [300])
     assert history(network.request(CHAT, CHAT_BODY, replace(POLICY, **changes))) == undisturbed(CHAT)
     assert network.expected == [pytest.approx(expected_s)] * 2
 

@@ -422,8 +422,8 @@ class _Connection:
     def tell_ended(self, submit):
         works = {phase: [worker_pb2.RankWork(**each) for each in ranks] for phase, ranks in self.worker.works.items()}
         ended = worker_pb2.EndedAttempt(stream_id=submit.stream_id, attempt=submit.attempt, **works)
-        told = worker_pb2.EndedAttempts(attempts=[ended])
-        self.put(worker_pb2.WorkerFrame(epoch=self.worker.epoch, ended_attempts=told))
+        ended_attempts = worker_pb2.EndedAttempts(attempts=[ended])
+        self.put(worker_pb2.WorkerFrame(epoch=self.worker.epoch, ended_attempts=ended_attempts))
 
     async def stream(self, submit):
         seats = self.worker.seats

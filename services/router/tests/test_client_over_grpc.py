@@ -425,8 +425,8 @@ def test_nothing_is_asked_for_after_a_finish_that_has_the_usage():
     )
     [event] = answer.take(last)
     transcript.pass_on(event, json.loads(event.data))
-    told, end = transcript.ending()
-    assert json.loads(told.data)["usage"]["total_tokens"] == 3
+    reported, end = transcript.ending()
+    assert json.loads(reported.data)["usage"]["total_tokens"] == 3
     assert end.data == "[DONE]"
 
 

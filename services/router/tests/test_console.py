@@ -215,9 +215,9 @@ async def test_a_slow_rank_is_named_to_operators_and_tenants(make_cluster, paces
         return [(rank["compute_s"], rank["collective_s"]) for rank in worker["ranks"]] == list(paces)
 
     await eventually(known)
-    (told,) = status_body(cluster.router)["workers"]
+    (reported,) = status_body(cluster.router)["workers"]
     (shown,) = (await state_of(cluster))["workers"]
-    assert told["slow_rank"] == shown["slow_rank"] == slow
+    assert reported["slow_rank"] == shown["slow_rank"] == slow
     assert [(rank["compute_s"], rank["collective_s"]) for rank in shown["ranks"]] == list(paces)
 
 
@@ -257,8 +257,8 @@ async def test_a_worker_tells_of_its_own_attempts_only():
     works = [worker_pb2.RankWork(steps=1)] * (MAX_RANKS + 1)
     (attempt,) = history.streams[0].attempts
     for worker, stream_id, number in (("w1", "s", 1), ("w0", "other", 1), ("w0", "s", 2)):
-        told = worker_pb2.EndedAttempt(stream_id=stream_id, attempt=number, prefill=works, decode=works)
-        history.note_ranks(worker, [told])
+        reported = worker_pb2.EndedAttempt(stream_id=stream_id, attempt=number, prefill=works, decode=works)
+        history.note_ranks(worker, [reported])
         assert (attempt.prefill, attempt.decode) == ((), ())
     history.note_ranks("w0", [worker_pb2.EndedAttempt(stream_id="s", attempt=1, prefill=works)])
     assert (len(attempt.prefill), attempt.decode) == (MAX_RANKS, ())
@@ -272,8 +272,8 @@ async def test_of_ranks_only_so_much_is_kept_of_the_newest_attempts():
         timeline = timeline_of(journal, history, StreamTrace(), 0.0)
         timeline.begin()
         timeline.choose(SimpleNamespace(worker_id="w0", epoch=1), None, None)
-        told = worker_pb2.EndedAttempt(stream_id=journal.stream_id, attempt=1, prefill=works, decode=works)
-        history.note_ranks("w0", [told, told])
+        reported = worker_pb2.EndedAttempt(stream_id=journal.stream_id, attempt=1, prefill=works, decode=works)
+        history.note_ranks("w0", [reported, reported])
         nothing = worker_pb2.EndedAttempt(stream_id=journal.stream_id, attempt=2)
         timeline.choose(SimpleNamespace(worker_id="w0", epoch=1), None, None)
         history.note_ranks("w0", [nothing] * 100)

@@ -207,8 +207,8 @@ async def test_a_number_that_cannot_be_used_counts_as_0_and_disturbs_no_stream(w
         else:
             connection.put(frame)
             connection.put(frame)
-        told = "worker reports a number that cannot be used"
-        await eventually(lambda: [each.field for each in caplog.records if each.getMessage() == told] == [field])
+        message = "worker reports a number that cannot be used"
+        await eventually(lambda: [each.field for each in caplog.records if each.getMessage() == message] == [field])
         assert link.is_ready
         assert link.queue_wait_s == link.queue_wait_of(1) == 0.0
         json.dumps(status_body(router), allow_nan=False)

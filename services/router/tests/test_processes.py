@@ -91,8 +91,8 @@ async def test_both_serve_and_report_together(tmp_path):
         state = (await client.get("/console/state")).json()
         assert (state["router"]["id"], state["processes"]) == ("r", 2)
         assert {each["key"].partition(".")[0] for each in state["streams"]} == {"0", "1"}
-        told = (await client.get("/console/router")).json()
-        assert (told["id"], told["max_streams"]) == ("r", state["router"]["max_streams"])
+        reported = (await client.get("/console/router")).json()
+        assert (reported["id"], reported["max_streams"]) == ("r", state["router"]["max_streams"])
         assert (await client.get("/console/")).headers["content-type"] == "text/html; charset=utf-8"
         families = text_string_to_metric_families((await client.get("/metrics")).text)
         samples = [sample for family in families for sample in family.samples]

@@ -45,7 +45,7 @@ def ask(path, sent=None, **more):
     return urllib.request.urlopen(request, timeout=PATIENCE_S)
 
 
-def told(path, sent=None):
+def reply(path, sent=None):
     with ask(path, sent) as answer:
         return json.load(answer)
 
@@ -60,7 +60,7 @@ def until_found(come_back):
 
 
 def rest():
-    return told("/v1/completions", body)["choices"][0]["text"]
+    return reply("/v1/completions", body)["choices"][0]["text"]
 
 
 def events_of(answer):
@@ -207,33 +207,33 @@ def grpc_cancel():
 
 def chat():
     asked = {"model": given["model"], "messages": [{"role": "user", "content": given["prompt"]}]}
-    answer = told("/v1/chat/completions", asked | {"max_tokens": TOKENS, "temperature": 0})
+    answer = reply("/v1/chat/completions", asked | {"max_tokens": TOKENS, "temperature": 0})
     return answer["choices"][0]["message"]["content"]
 
 
 def responses():
     asked = {"model": given["model"], "input": given["prompt"], "max_output_tokens": TOKENS, "temperature": 0}
-    return "".join(part["text"] for item in told("/v1/responses", asked)["output"] for part in item["content"])
+    return "".join(part["text"] for item in reply("/v1/responses", asked)["output"] for part in item["content"])
 
 
 def embeddings():
     """The size of the vector, or the refusal."""
     try:
-        return len(told("/v1/embeddings", {"model": given["model"], "input": given["prompt"]})["data"][0]["embedding"])
+        return len(reply("/v1/embeddings", {"model": given["model"], "input": given["prompt"]})["data"][0]["embedding"])
     except urllib.error.HTTPError as error:
         return [error.code, json.load(error)["error"]["message"]] if error.code == 400 else error.code
 
 
 def tokenize():
     """What the prompt's tokens are as text."""
-    tokens = told("/tokenize", {"model": given["model"], "prompt": given["prompt"], "add_special_tokens": False})[
+    tokens = reply("/tokenize", {"model": given["model"], "prompt": given["prompt"], "add_special_tokens": False})[
         "tokens"
     ]
-    return told("/detokenize", {"model": given["model"], "tokens": tokens})["prompt"]
+    return reply("/detokenize", {"model": given["model"], "tokens": tokens})["prompt"]
 
 
 def models():
-    return [model["id"] for model in told("/v1/models")["data"]]
+    return [model["id"] for model in reply("/v1/models")["data"]]
 
 
 def health():

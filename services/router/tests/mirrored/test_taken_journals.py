@@ -73,7 +73,7 @@ async def test_stream_that_is_taken_back_without_an_answer_keeps_its_epoch(store
 
 
 def lose_answer_to_take(server):
-    """The next stream that is taken has its new epoch, and who asked for it is not told."""
+    """The next stream that is taken has its new epoch, and the router that asked for it does not learn it."""
     read = server.backend.backend.read
 
     async def read_without_answer(key, taker):
@@ -311,7 +311,7 @@ async def test_discarded_stream_ends_where_it_runs_and_is_gone_for_all(store, ot
 @pytest.mark.parametrize("how", ["goes on", "discarded", "ended", "away"])
 async def test_router_that_has_lost_a_stream_is_told_whether_it_was_removed(store, other, server, how):
     lost = []
-    store.on_taken(lambda *told: lost.append((told[0], told[2])))
+    store.on_taken(lambda *reported: lost.append((reported[0], reported[2])))
     await fill(store)
     await mirrored(store)
     if how == "discarded":
