@@ -83,9 +83,9 @@ def profiled(system: System, path: Path, steps: int = 10) -> tuple[int, str, str
 
 
 def profiles_begun(logs_url: str) -> int:
-    """How many profiles the worker's newest log lines tell of."""
+    """How many profiles the worker's newest log lines report."""
     answer = httpx.get(logs_url, timeout=WAIT_S, trust_env=False).raise_for_status()
-    return answer.text.count("an operator profiles the ranks")
+    return answer.text.count("an operator has asked for a profile of the ranks")
 
 
 def until_it_says(what: str, system: System, path: Path) -> str:

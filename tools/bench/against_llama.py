@@ -237,7 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The engine against llama.cpp on the same weights.")
     parser.add_argument("--peer", type=Path, help="python that has llama-cpp-python; without it only ours is measured")
     parser.add_argument("--models", choices=("reference", *synthetic.SHAPES), nargs="+", default=["reference", "0.5b"])
-    parser.add_argument("--weights", choices=OURS, nargs="+", default=list(OURS), help="ours, beside float")
+    parser.add_argument("--weights", choices=OURS, nargs="+", default=list(OURS), help="ours, besides float")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--save", action="store_true", help="write docs/bench/llama-cpp.json and .md")

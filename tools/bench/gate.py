@@ -132,9 +132,9 @@ class Door:
         self.way = COMPUTED
         self.run = Run(0.0)
         self.stores: dict[str, KvStore] = {}
-        """By way. What is fetched whatever it costs must not tell the gate about the network."""
+        """By way. What is fetched whatever it costs must not count in what the gate knows of the network."""
         self.writer: KvStore | None = None
-        """While blocks are to be stored."""
+        """While there are blocks to store."""
 
     def offer(self, _tenant: str, blocks: Sequence[StoredBlock]) -> int:
         """Take all blocks; those of repeated runs are in the store."""
@@ -238,7 +238,7 @@ async def opened(target: str, name: str, timeout_s: float) -> AsyncIterator[KvSt
     )
     async with KvStore(options, dial_plain) as store:
         async with asyncio.timeout(_PATIENCE_S):
-            while store.link.estimate() is None:  # noqa: ASYNC110 - it tells nobody
+            while store.link.estimate() is None:  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.01)
         yield store
 
@@ -258,7 +258,7 @@ async def measure_network(
 
 
 def check(case: Case) -> None:
-    """Exit if what was to be fetched was not."""
+    """Exit if what should have been fetched was not."""
     for run in case.runs[FETCHED]:
         if set(run.outcomes) != {"fetched"} or run.fetched_blocks < (case.tokens - _QUESTION) // 16:
             raise SystemExit(f"{case.model}, {case.network}, {case.tokens} tokens: not fetched, but {run.outcomes}")

@@ -47,7 +47,7 @@ class Bench:
         print(f"{section:10} {what:34} {value:12.4g} {unit:9} {rest}", flush=True)
 
     def compare_modes(self, section: str) -> None:
-        """Add how fast the exact mode is beside the other one, for a section that has been measured in both."""
+        """Add how fast the exact mode is compared with the other one, for a section that has been measured in both."""
         rows = [row for row in self.rows if row["section"] == section and row["unit"] in _SPEEDS | {"ms"}]
         speeds: dict[bool, dict[str, float]] = {False: {}, True: {}}
         about: dict[str, Row] = {}

@@ -1,7 +1,7 @@
-"""What grammars cost: the time of a mask, and the speed of streams with a grammar and of others beside them.
+"""What grammars cost: the time of a mask, and the speed of streams with a grammar and of others that run with them.
 
 The last is the figure that matters: a grammar must cost no other stream anything. So it is a ratio of two times of the
-same streams on the same engine: beside others that have a grammar, and beside the same number that have none. All sides
+same streams on the same engine: with others that have a grammar, and with the same number that have none. All sides
 run in turn, so that a noisy machine slows all alike.
 
     python tools/bench/grammar.py --save      writes docs/bench/grammar.json and .md

@@ -100,7 +100,7 @@ def record(request_id: str) -> RequestRecord:
 
 
 async def _at_once() -> None:
-    """Nothing is to be waited for."""
+    """Return at once."""
 
 
 async def run(

@@ -1,4 +1,4 @@
-"""What reports of cached blocks cost a worker, in CPU time: within its steps, and beside them at each heartbeat.
+"""What reports of cached blocks cost a worker, in CPU time: within its steps, and between them at each heartbeat.
 
 Steps are the scheduler's part of the driver's time between two steps, without ranks: 64 streams with prompts that
 have nothing in common, in a pool so small that each new block evicts an old one. That is the most that there is to

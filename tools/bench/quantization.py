@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=measure.ROOT / "models/reference")
     parser.add_argument("--texts", type=Path, nargs="+", required=True)
     parser.add_argument("--calibration", type=Path, required=True)
-    parser.add_argument("--schemes", choices=ROWS, nargs="+", default=list(ROWS), help="beside none")
+    parser.add_argument("--schemes", choices=ROWS, nargs="+", default=list(ROWS), help="besides none")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=16384, help="of each text")

@@ -2,7 +2,7 @@
 
 All sides take turns in each round, so that a noisy machine slows all alike; read the ratios. CPU time is that of a
 router's own processes: what backends and clients need does not count, and neither does waiting for a core. Rates and
-delays depend on who else uses the machine. `direct` has no router: clients talk to the backend of the others, and its
+delays depend on the load of the machine. `direct` has no router: clients talk to the backend of the others, and its
 delays are taken from theirs. Lockstep's backend speaks its own protocol, and gives the same tokens at the same pace.
 
 `router.py --against b8a0a07 --peers PYTHON --save` takes about half an hour; `--quick` only shows that all of it runs.

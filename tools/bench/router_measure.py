@@ -21,7 +21,7 @@ FULL_STEP_S = 0.001
 """Of the backend while the cost of a token is measured with many of them. On two cores backend and clients are the
 limit then, not the router."""
 FULL_TOKENS = 2048
-"""Of a stream then: beside its tokens its request counts for nothing."""
+"""Of a stream then: compared with its tokens its request counts for nothing."""
 PACED_STEP_S = 0.03
 """Of the backend while a step is measured: the router sleeps between two of them, as before a real worker."""
 SLOW_STEP_S = 0.5

@@ -24,7 +24,7 @@ from target import Target
 _HERE = Path(__file__).parent
 _START_S = 120.0
 _MOST = "16384"
-"""Connections and requests at a time that every router is told to allow."""
+"""Connections and requests at a time that every router is set to allow."""
 
 RUST_ROUTERS = {
     "vllm-router": ("vllm_router.launch_router", "error"),

@@ -106,7 +106,7 @@ def process_table(costs: dict[str, list[dict[str, float]]]) -> str:
 
 
 def rate_tables(medians: dict[str, Found], halves: dict[str, Found]) -> str:
-    """Rates, and delays beside those of clients that talk to the backend.
+    """Rates, and delays next to those of clients that talk to the backend.
 
     Args:
         medians: of each side.

@@ -115,7 +115,7 @@ class SimulatedWorker:
         return self.running + len(self.queue)
 
     def report(self) -> None:
-        """Tell the routers."""
+        """Report it to the routers."""
         ahead = len(self.queue) + 1 - (self.seats - self.running)
         self.seen = WorkerFacts(
             self.id,

@@ -4,7 +4,7 @@
 For each side a router, real workers of the reference model on the CPU and, for option C, a state server with the
 workers' blocks; all started as `lockstep serve` does it. Clients have the same conversations, from a seed, one after
 the other: a system prompt that several share, then turns that begin with all turns before, and pauses between them. In
-each round every side is started anew, in another order, and has that round's conversations.
+each round every side is started again, in another order, and has that round's conversations.
 
 Imbalance is that of `routing.py`: requests on the most loaded worker over the average, minus 1, each averaged over the
 time.

@@ -136,7 +136,7 @@ async def stream_times(client: httpx.AsyncClient, model: str, prompt: list[int])
     if not found and history.tokens != NEW_TOKENS:
         found = [f"{history.tokens} tokens, not {NEW_TOKENS}"]
     if found:
-        raise SystemExit(f"a stream that was to be timed is wrong: {'; '.join(found)}")
+        raise SystemExit(f"a timed stream is wrong: {'; '.join(found)}")
     assert history.first_token_s is not None
     assert history.ended_s is not None
     return history.first_token_s, history.ended_s - history.started_s - history.first_token_s

@@ -1,8 +1,8 @@
 """What the kv-state-server costs: blocks, journals and memory, in memory and on Redis, in one run.
 
-Blocks go through gRPC to a state server process and back, beside `redis-benchmark` on the same Redis with values of the
-same size, and beside copies in memory. Journals are written in batches, as a router does it. The last part fills one
-state server with streams that are all written to, and reads how large its process has become.
+Blocks go through gRPC to a state server process and back, next to `redis-benchmark` on the same Redis with values of
+the same size, and next to copies in memory. Journals are written in batches, as a router does it. The last part fills
+one state server with streams that are all written to, and reads how large its process has become.
 
 `state.py --save`. Needs redis-server and redis-benchmark.
 """

@@ -1,6 +1,6 @@
 """How often a healthy worker is suspected under load, and how soon a stopped one is.
 
-A real router and two real workers on this machine serve streaming clients. Nobody stops a worker in the first two
+A real router and two real workers on this machine serve streaming clients. No worker is stopped in the first two
 parts, so every suspicion in them is false: in the first part there is load alone, in the second the router's process
 is also stopped now and then for up to three seconds, as a busy node or a debugger does. In the third part a worker's
 driver is stopped again and again, and the time until the router suspects it is measured.

@@ -143,7 +143,7 @@ def measured(step_s: float, rounds: int, extent: Extent, scrape_s: float) -> dic
 
 
 def figures_of(measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """What is compared of a stretch. One in which no token came tells nothing, and is measured again.
+    """What is compared of a stretch. One in which no token came shows nothing, and is measured again.
 
     Raises:
         RuntimeError: no token came in any of them.

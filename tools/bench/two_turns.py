@@ -196,7 +196,7 @@ class Side:
 
 
 class Texts:
-    """Conversations that nobody has had before, of so many tokens."""
+    """New conversations, of so many tokens."""
 
     def __init__(self, tokens: int, seed: object = 1) -> None:
         self._tokens = tokens

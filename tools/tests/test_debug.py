@@ -83,7 +83,7 @@ def test_a_rank_that_a_debugger_holds_has_no_stack():
     held = look(rank(0, 6, 52), rank(1, 5, 51, "stopped by a debugger", ""), runs_s=3.0)
     first, _ = of_worker("w", held, held)
     assert "is STOPPED BY A DEBUGGER after" in first.sentence
-    assert first.sentence.endswith("it cannot tell its stack")
+    assert first.sentence.endswith("its stack cannot be read")
     assert not first.stack
 
 

@@ -78,7 +78,7 @@ def test_equal_ranks_are_balanced():
 
 
 def test_sampling_does_not_make_rank_0_the_bottleneck():
-    """It samples after the last collective: nobody waits for that in a step."""
+    """It samples after the last collective: no rank waits for that in a step."""
     slow = part(0, 4, others_ms=[4], sampling_ms=2)
     assert summarize(read_parts(archive(slow, part(1, 4, others_ms=[4])))).bottleneck is None
 
@@ -92,7 +92,7 @@ def test_one_slow_step_names_nobody():
 
 def test_one_rank_alone_waits_for_nobody():
     profiles = read_parts(archive(part(0, 3)))
-    assert "one rank: it waits for nobody" in describe(summarize(profiles), profiles)
+    assert "one rank: it waits for no other one" in describe(summarize(profiles), profiles)
 
 
 def test_only_common_steps_count():

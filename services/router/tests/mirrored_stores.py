@@ -34,5 +34,5 @@ async def take(store, request_id="r-1"):
 
 
 async def all_told(store):
-    """Wait until the state server has everything, and it is known who has the streams that have been taken."""
-    await eventually(lambda: not store.is_away and store.mirror.is_idle and not store._telling)
+    """Wait until the state server has everything, and it is known which routers have the streams that were taken."""
+    await eventually(lambda: not store.is_away and store.mirror.is_idle and not store._reporting)

@@ -159,7 +159,7 @@ def add_tls(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="authorities to trust beside the system's; may be repeated",
+        help="authorities to trust besides the system's; may be repeated",
     )
     group.add_argument("--client-cert", metavar="FILE", help="certificate to show to the server")
     group.add_argument("--client-key", metavar="FILE", help="its key")

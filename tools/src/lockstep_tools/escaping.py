@@ -3,7 +3,7 @@
 import unicodedata
 
 _OTHER_FORMATS = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
-"""Unicode's categories of characters that terminals and bidirectional text act on, or that nobody sees."""
+"""Unicode's categories of characters that terminals and bidirectional text act on, or that are invisible."""
 
 
 def harmless(text: str, *, keep: str = "") -> str:

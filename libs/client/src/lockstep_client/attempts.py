@@ -189,7 +189,7 @@ class Attempts:
 
     def timed(self, request: Outgoing) -> Outgoing:
         """The request with the time that is left for it, so that the router ends it then. A longer time than routers
-        take is not told: the client alone watches it.
+        accept is not sent: the client alone watches it.
         """
         remaining_s = self.remaining_s
         if remaining_s is None or remaining_s > MAX_TOLD_S:
@@ -211,7 +211,7 @@ class Attempts:
             request: for any router.
             prefer: the router to ask first.
             is_repeatable: whether it may be sent again when it may have arrived.
-            is_stream: whether its answer is a stream, on which routers that have told so are not silent for long.
+            is_stream: whether its answer is a stream. Routers may have said how long it can be silent.
 
         Raises:
             RefusedError: an answer with an error status that will not pass, or the last one.

@@ -71,7 +71,7 @@ class Entries:
 
 
 def _key(entry: Any) -> object:
-    """What must be equal in an entry of a repeat: the token. Its log probability is computed anew."""
+    """What must be equal in an entry of a repeat: the token. Its log probability is computed again."""
     if isinstance(entry, dict):
         return entry.get("token")
     return entry if isinstance(entry, str) else None

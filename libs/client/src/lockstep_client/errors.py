@@ -99,7 +99,7 @@ class DeadlineExceededError(LockstepError):
 
 
 class CancelledError(LockstepError):
-    """The stream was cancelled by someone else, or because nobody read it."""
+    """The stream was cancelled by another request, or because no client read it."""
 
     default_code = "cancelled"
 

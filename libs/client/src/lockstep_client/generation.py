@@ -70,7 +70,7 @@ def with_seed(body: Mapping[str, Any], key: str | None) -> dict[str, Any]:
 
 
 def _streams_path(request: Outgoing) -> str:
-    """The path of the streams beside that of a request for an answer."""
+    """The path of streams under the same root as the path of a request for an answer."""
     endpoint = endpoint_of(request.path)
     assert endpoint is not None
     return request.path.removesuffix(endpoint) + "/streams"
@@ -439,7 +439,7 @@ def exchange_for(
     request = Outgoing(request.method, path, request.headers, content)
     if not body.get("stream"):
         best_of, n = body.get("best_of"), body.get("n") or 1
-        # Routers refuse a key beside it: they cannot choose the best answers again.
+        # Routers refuse a key together with it: they cannot choose the best answers again.
         is_keyed = not (isinstance(best_of, int) and isinstance(n, int) and best_of > n)
         return WholeAnswer(request, attempts, is_keyed=is_keyed)
     is_response = endpoint_of(path) == "/responses"

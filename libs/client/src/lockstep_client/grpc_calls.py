@@ -1,7 +1,7 @@
 """Calls of `lockstep.v1.Inference` that look like answers over HTTP: a head, then the content. With asyncio only.
 
 A call that is silent is not given up while its router answers questions for its health: streams over gRPC have no
-comments that would tell the same.
+comments that would show that it lives.
 """
 
 import asyncio

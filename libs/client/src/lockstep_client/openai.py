@@ -1,7 +1,7 @@
 """Drop-ins for the official classes: `base_url` may be a list of routers, and answers survive the death of routers.
 
 A transport below the official client routes, retries and resumes. The client above it sees one response, so all of it
-works as ever. The official client's own retries are off (`max_retries=0`) unless they are asked for: they would come
+works unchanged. The official client's own retries are off (`max_retries=0`) unless they are asked for: they would come
 on top. Failures are `openai.APIConnectionError` and `openai.APITimeoutError`; `error_of` finds the typed error in them.
 """
 

@@ -18,7 +18,7 @@ class Policy:
     silence_timeout_s: float = 45.0
     """A connection on which nothing comes for so long is given up."""
     keepalive_slack_s: float | None = 5.0
-    """A router tells how long its streams are silent at most: it sends comments. A stream that is silent for so much
+    """A router says how long its streams are silent at most: it sends comments. A stream that is silent for so much
     longer is given up: its connection has vanished, or its router hangs. None: only `silence_timeout_s` counts,
     as it must behind a proxy that passes the header on and buffers the comments."""
     probe_after_s: float = 10.0

@@ -87,7 +87,7 @@ class Routers:
         self._resolved_s: dict[Name, float] = {}
         self._failures: dict[Router, _Failure] = {}
         self._silences_s: dict[str, float] = {}
-        """By root, how long the streams of its routers are silent at most, as they have told."""
+        """By root, how long the streams of its routers may be silent, as these have reported it."""
 
     def resolve_nothing(self) -> None:
         """Leave the look-up of names to the connections."""
@@ -135,7 +135,7 @@ class Routers:
             return min(left, key=lambda router: self._failures[router].until_s, default=None)
 
     def note_silence(self, router: Router, silence_s: float | None) -> None:
-        """Note how long a router's streams are silent at most; None: it tells nothing (any more)."""
+        """Note how long a router's streams may be silent; None: it does not say, or no longer does."""
         with self._lock:
             if silence_s is None:
                 self._silences_s.pop(router.root, None)

@@ -89,7 +89,7 @@ class Resolve:
 
 @dataclass(frozen=True)
 class Give:
-    """Give something to who sent the request: the head of the response first, then its content."""
+    """Give something to the sender of the request: the head of the response first, then its content."""
 
     value: Head | bytes | ServerSentEvent
 

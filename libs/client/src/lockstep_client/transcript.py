@@ -37,7 +37,7 @@ class Transcript:
         self._choices = choices
         self._wants_usage = wants_usage
         self._usage: object = None
-        """What a finish has told of the usage that follows it."""
+        """The usage that the last finish had with it; its own event follows."""
         self.events = 0
         """Events that have been passed on."""
         self._texts: dict[Path, Text] = {}

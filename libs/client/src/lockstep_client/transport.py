@@ -113,7 +113,7 @@ class _Course:
         if response is not None:
             await response.close()
         if (last := self._exchange.last_request()) is not None:
-            with suppress(BrokenError):  # the router ends the answer by itself when nobody comes back
+            with suppress(BrokenError):  # the router ends the answer by itself when no client comes back
                 response = await self._network.open(*last, FAREWELL_S)
                 await response.close()
 

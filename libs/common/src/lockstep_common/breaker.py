@@ -1,4 +1,4 @@
-"""A circuit breaker: after several failures in a row nobody tries any more until a probe has succeeded."""
+"""A circuit breaker: after several failures in a row there are no more tries until a probe has succeeded."""
 
 
 class Breaker:

@@ -1,4 +1,4 @@
-"""Lines that are logged before the log is set up: how it is to be is in the settings that they are about."""
+"""Lines that are logged before the log is set up: they are about the settings, which say how the log is set up."""
 
 import logging
 

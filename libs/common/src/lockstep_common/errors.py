@@ -95,7 +95,7 @@ MEANINGS: dict[ErrorCode, Meaning] = {
     ErrorCode.MODEL_NOT_FOUND: Meaning(404, "invalid_request_error", "NOT_FOUND"),
     ErrorCode.NOT_FOUND: Meaning(404, "invalid_request_error", "NOT_FOUND"),
     ErrorCode.STREAM_NOT_FOUND: Meaning(404, "invalid_request_error", "NOT_FOUND"),
-    # Not retryable: who resumes the stream takes it from the reader that has it now.
+    # Not retryable: a client that resumes the stream takes it from the reader that has it now.
     ErrorCode.STREAM_MOVED: Meaning(409, "invalid_request_error", "ABORTED"),
     ErrorCode.IDEMPOTENCY_KEY_REUSED: Meaning(422, "invalid_request_error", "FAILED_PRECONDITION"),
     ErrorCode.METHOD_NOT_ALLOWED: Meaning(405, "invalid_request_error", "UNIMPLEMENTED"),
@@ -129,8 +129,8 @@ class LockstepError(Exception):
 
     def copied(self) -> Self:
         """The same error with all its attributes, without its traceback, cause and context. Raising an error adds the
-        frames that it passes to its traceback, and these hold all that their functions have. So whoever keeps an error
-        keeps a copy, and raises a copy to each who is to get it.
+        frames that it passes to its traceback, and these hold all that their functions have. So code that keeps an
+        error keeps a copy, and raises another copy to each caller that gets it.
         """
         other = type(self).__new__(type(self), *self.args)
         other.__dict__.update(self.__dict__)

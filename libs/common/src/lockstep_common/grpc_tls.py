@@ -66,7 +66,7 @@ class PeerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     Args:
         identities: DNS names or URIs.
-        refusal: what others are told.
+        refusal: the error message for others.
         on_refusal: called for each call that is refused.
     """
 

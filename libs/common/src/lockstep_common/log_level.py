@@ -1,6 +1,6 @@
 """The level of a running process's log: the one of its settings, or another one that an operator has set for a while.
 
-A change ends by itself, so that nobody forgets a process at level debug. Only the logger `lockstep` has the level: the
+A change ends by itself, so that no process is left at level debug. Only the logger `lockstep` has the level: the
 audit log keeps its own.
 """
 

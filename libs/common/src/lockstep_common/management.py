@@ -413,8 +413,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_of_another_site(self) -> bool:
         """Whether a browser may ask for a page whose site has let its name point here (DNS rebinding). With TLS, the
-        certificate is of no such name. Beside the console, that is a danger to what listens on this machine, a
-        forwarded port, too, alone: scrapers elsewhere use names of their own.
+        certificate is of no such name. Except for the console this is a danger only to what listens on this machine, a
+        forwarded port too: scrapers elsewhere use names of their own.
         """
         host = self.headers.get("Host", "")
         if isinstance(self.connection, ssl.SSLSocket) or names_this_host(host):

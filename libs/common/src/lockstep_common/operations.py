@@ -9,8 +9,8 @@ and another log level.
     POST /loglevel?level=debug&for_s=600
     POST /debug/profile?steps=20    a worker's: what its ranks do in the next steps
 
-An operator is who has shown a certificate or, without TLS, who connects from this machine or pod: `kubectl
-port-forward` and `kubectl exec` do. A mesh's sidecar connects from the pod for others, so a mesh has to leave the port
+An operator has shown a certificate or, without TLS, connects from this machine or pod: `kubectl port-forward` and
+`kubectl exec` do. A mesh's sidecar connects from the pod for others, so a mesh has to leave the port
 out, or the port has to have TLS; requests with a proxy's headers are refused.
 
 Nothing here but a profile waits for the event loop, which may be what is stuck.
@@ -74,7 +74,7 @@ def is_local(host: str) -> bool:
 
 
 def is_relayed(headers: Iterable[str]) -> bool:
-    """Whether a proxy, such as a mesh's sidecar, has passed the request on: its peer is then not who asks."""
+    """Whether a proxy, such as a mesh's sidecar, has passed the request on: its peer is then not the sender."""
     names = [name.lower() for name in headers]
     return any(name in _PROXY_HEADERS or name.startswith(_MESH_HEADERS) for name in names)
 
@@ -174,7 +174,7 @@ class Operations:
             self._profiling.release()
 
     def _wait_for_profile(self, profile: Profile, steps: int) -> bytes:
-        logger.warning("an operator profiles the ranks", extra={"steps": steps})
+        logger.warning("an operator has asked for a profile of the ranks", extra={"steps": steps})
         made = profile(steps)
         try:
             future = asyncio.run_coroutine_threadsafe(made, self._loop)

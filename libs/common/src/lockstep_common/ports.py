@@ -20,7 +20,7 @@ RANGE_PATH = "/proc/sys/net/ipv4/ip_local_port_range"
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port on which no process listens, and which nobody else is given for a minute.
+    """A port on which no process listens, and which no other caller gets for a minute.
 
     Raises:
         OSError: the host is not an address of this machine.
@@ -57,7 +57,7 @@ def _reserve(host: str, port: int) -> int:
         server.listen(1)
         address = server.getsockname()
         with socket.create_connection(address[:2], _CONNECT_TIMEOUT_S):
-            server.accept()[0].close()  # who closes first is left in TIME_WAIT
+            server.accept()[0].close()  # the side that closes first is left in TIME_WAIT
         return int(address[1])
 
 
@@ -74,7 +74,7 @@ def _bound(host: str, port: int, *, reuse: bool) -> socket.socket:
 
 
 def first_given() -> int:
-    """The lowest port that the kernel gives to who asks for any."""
+    """The lowest port that the kernel chooses for port 0."""
     try:
         with open(RANGE_PATH) as file:
             return int(file.read().split()[0])

@@ -47,7 +47,7 @@ _OTHER_VARIABLES = frozenset(
 )
 """Variables that are no settings of a service."""
 _SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_|$)|_PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
-"""Variables with which Kubernetes tells pods of the namespace's Services, of which some begin with `lockstep`."""
+"""Variables that Kubernetes sets in pods for each Service of the namespace; some names begin with `lockstep`."""
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 """What the value of another such variable begins with, whose name is like that of a setting for a port."""
 

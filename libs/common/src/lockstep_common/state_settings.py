@@ -7,7 +7,7 @@ from lockstep_common.settings import PodSettings, check_identity
 
 
 class StateAddressSettings(PodSettings):
-    """Where the state server is, and who it has to be. A service says in its own `state_server` what it is for."""
+    """The address and the identity of the state server. A service says in its own `state_server` what it is for."""
 
     state_server: str = Field("", description="Address of the state server, host:port or unix:/path; none if empty.")
     state_identity: str | None = Field(

@@ -127,7 +127,7 @@ class BatchHandler(logging.StreamHandler[TextIO]):
 
 
 def log_line(logger: logging.Logger, level: int, message: str, fields: Mapping[str, Any]) -> None:
-    """Log what is logged for each request: as `logger.log` with `extra`, in less time if nobody else listens."""
+    """Log what is logged for each request: as `logger.log` with `extra`, in less time without other handlers."""
     if not logger.isEnabledFor(level):
         return
     handlers = logging.root.handlers
@@ -207,7 +207,7 @@ def setup(service: str, *, level: str = "info", pod: str | None = None) -> loggi
 
 
 def _omit_unused_facts() -> None:
-    """Tell `logging` not to find out what no line shows, as its documentation advises: most of a record's time."""
+    """Keep `logging` from looking up what no line shows, as its documentation advises: most of a record's time."""
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None  # neither the place in the code
 
@@ -237,7 +237,7 @@ def exposition_for(accept: str, registry: Collector = REGISTRY) -> tuple[bytes, 
     text format.
 
     Args:
-        accept: the header `Accept` of who asks.
+        accept: the request's header `Accept`.
         registry: the metrics.
     """
     if _prefers_openmetrics(accept):

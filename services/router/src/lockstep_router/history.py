@@ -25,7 +25,7 @@ somebody looks.
 
 
 class RankWork(NamedTuple):
-    """What a rank did while an attempt was in a phase, for all streams of the batch, as the worker tells it."""
+    """What a rank did while an attempt was in a phase, for all streams of the batch, as the worker reports it."""
 
     steps: int
     compute_s: float
@@ -52,7 +52,7 @@ class AttemptRecord:
     """`finished`, `failed`, `cancelled`, or the reason of the loss; empty while it runs."""
     tokens: int = 0
     prefill: tuple[RankWork, ...] = ()
-    """The work of each rank, which the worker tells after the end; empty: it has not."""
+    """The work of each rank, which the worker reports after the end; empty: it has not."""
     decode: tuple[RankWork, ...] = ()
 
     @property
@@ -114,7 +114,7 @@ class History:
     """The newest streams and moves.
 
     Args:
-        is_kept: False: nothing is recorded, because nobody can ask for it.
+        is_kept: False: nothing is recorded, because no page can ask for it.
     """
 
     def __init__(self, *, is_kept: bool) -> None:
@@ -167,7 +167,7 @@ class History:
         return move
 
     def note_ranks(self, worker: str, ended: Iterable[worker_pb2.EndedAttempt]) -> None:
-        """Keep what a worker tells of its ranks, of attempts that are in the history."""
+        """Keep what a worker reports of its ranks, for attempts that are in the history."""
         for each in ended:
             stream = self._streams.get(each.stream_id)
             for attempt in stream.attempts if stream is not None else ():

@@ -1,8 +1,8 @@
 """The way of most tokens through the router: one function, from a worker's frame to the client's socket.
 
 A lane is open while a stream needs nothing else: one choice of plain text, whose client keeps up, on a worker that
-runs it. Nobody asks per token whether that is so. Whatever ends it closes the lane, and the stream's own path goes on
-where the lane stopped: it is the only one that opens lanes, and it gives the same bytes.
+runs it. This is not checked for each token. What ends it closes the lane, and the stream's own path goes on where the
+lane stopped: it is the only one that opens lanes, and it gives the same bytes.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,7 +41,7 @@ class Outlet:
         self.send = send
         self.send_later = send_later
         self.lane: Lane | None = None
-        """Whoever else is about to write to the client closes it."""
+        """Any other writer to the client closes it first."""
 
 
 class Lane:

@@ -382,7 +382,7 @@ class Router:
         `on_drain` is called between the two: from then on no connection may be used for another request.
         """
         self.leaving = True
-        logger.info("leaving", extra={"streams": self.streams, "lame_duck_s": self.settings.lame_duck_s})
+        logger.info("lame duck begins", extra={"streams": self.streams, "lame_duck_s": self.settings.lame_duck_s})
         await asyncio.sleep(self.settings.lame_duck_s)
         self.in_progress.draining = True
         self.runs.drain()

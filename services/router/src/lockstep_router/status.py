@@ -119,7 +119,7 @@ def worker_body(link: Link, now: float) -> dict[str, Any]:
 
 def slow_rank(ranks: Sequence[worker_pb2.RankHealth]) -> int | None:
     """The rank that the others wait for: over the last seconds it computed a quarter longer a step than another one,
-    and waited less in collectives. None: the ranks are balanced, no step was run, or the worker does not tell.
+    and waited less in collectives. None: the ranks are balanced, no step was run, or the worker does not report them.
     """
     if len(ranks) < 2 or not all(rank.compute_s > 0 for rank in ranks):
         return None

@@ -25,7 +25,7 @@ class TopTallies(Collector):
     when a name is displaced. A name that takes a place begins at 0: what it had before stays in `other`.
 
     Within an interval the candidates are counted in bounded memory, as Misra and Gries do ("Finding repeated elements",
-    1982): whoever has more than its part of the interval is among them.
+    1982): a key with more than its part of the interval is among them.
 
     Args:
         name: the metric's name, without `_total`.

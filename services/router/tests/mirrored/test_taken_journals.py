@@ -352,9 +352,9 @@ async def test_stream_that_came_back_is_not_ended_for_having_been_lost(store, ot
 
     monkeypatch.setattr(store.client, "read", read)
     store.append("r-1", Piece(0, 2, [9], logprobs(9)))
-    await eventually(lambda: store._telling)
+    await eventually(lambda: store._reporting)
     assert await store.take(known) is not None
     may_answer.set()
-    await eventually(lambda: not store._telling)
+    await eventually(lambda: not store._reporting)
     assert not lost
     assert await store.read("r-1") is not None

@@ -54,7 +54,7 @@ class Experiment:
     """Requests may be refused with 429 or 503 and a Retry-After."""
     needs: str = "kubectl"
     component: str = ""
-    """The component that the release has to have, beside routers and workers."""
+    """The component that the release has to have, besides routers and workers."""
 
 
 EXPERIMENTS = {

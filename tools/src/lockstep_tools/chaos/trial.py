@@ -210,8 +210,8 @@ def _await_recovery(trial: Trial, release: Release, load: LoadPod, before: Mappi
     while True:
         ready_s = _all_ready_since(release, load)
         lives = load.lives
-        anew = all(lives.get(worker, (0, 0)) > life for worker, life in before.items())
-        if ready_s is not None and anew and release.is_settled():
+        have_new_lives = all(lives.get(worker, (0, 0)) > life for worker, life in before.items())
+        if ready_s is not None and have_new_lives and release.is_settled():
             # A fault that routers do not notice leaves their last reports older than the fault.
             trial.reported = ready_s > trial.fault_s
             trial.recovered_s = ready_s if trial.reported else time.time()

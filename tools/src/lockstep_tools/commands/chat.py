@@ -129,7 +129,7 @@ class Chat:
         if self._interactive:
             with suppress(ImportError):
                 import readline  # noqa: F401, PLC0415 - gives input() its line editing
-            self._remark(f"{self._model} at {', '.join(self._urls)}: /reset begins anew, Ctrl-D ends")
+            self._remark(f"{self._model} at {', '.join(self._urls)}: /reset begins again, Ctrl-D ends")
         while (message := self._read()) is not None:
             if message == "/quit":
                 break

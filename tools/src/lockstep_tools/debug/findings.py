@@ -9,7 +9,7 @@ _STUCK_S = 0.5
 """A step that runs for longer between two looks without any rank's progress is worth a sentence."""
 _SHOWN_FRAMES = 8
 _AND_STACK = "`kill -CONT` lets it go on. It ran for a moment now, to write where it was stopped"
-_NO_STACK = "it cannot tell its stack"
+_NO_STACK = "its stack cannot be read"
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ class Killer:
 
     async def _position(self, tokens: int) -> None:
         """Wait until the stream has `tokens` tokens."""
-        while (self._story.history.position() or 0) < tokens:  # noqa: ASYNC110 - nobody else needs an event for it
+        while (self._story.history.position() or 0) < tokens:  # noqa: ASYNC110 - nothing else needs an event for it
             await asyncio.sleep(_POLL_S)
 
     async def _serving(self) -> dict[str, Any]:

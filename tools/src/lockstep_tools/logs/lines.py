@@ -62,7 +62,7 @@ class Choice:
     until: str = ""
 
     def wants(self, line: Line) -> bool:
-        """Whether a line is wanted. Lines that are not JSON are, where nothing is asked that they cannot tell."""
+        """Whether a line is wanted. A line that is not JSON is wanted only if nothing is restricted."""
         fields = line.fields
         if not fields:
             return self == Choice()

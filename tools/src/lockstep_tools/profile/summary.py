@@ -1,7 +1,7 @@
 """Where the time of each rank goes, and which rank the others wait for.
 
 A collective ends when the last rank has come: the time that a rank spends in it before that is waiting, and the rest is
-transfer. The last rank to come waits for nobody. So waiting shows on the fast ranks; the slow one is named by the time
+transfer. The last rank to come does not wait. So waiting shows on the fast ranks; the slow one is named by the time
 that it computes between collectives.
 """
 
@@ -156,7 +156,7 @@ def describe(summary: Summary, profiles: list[RankProfile]) -> str:
 
 def _verdict(summary: Summary) -> str:
     if len(summary.ranks) == 1:
-        return "one rank: it waits for nobody"
+        return "one rank: it waits for no other one"
     if summary.bottleneck is None:
         return f"balanced: no rank is clearly slower (the slowest computes {summary.slower:.2f} times as long)"
     waiting_s = max(each.waiting_s for each in summary.ranks)

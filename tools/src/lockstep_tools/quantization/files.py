@@ -28,7 +28,7 @@ _COPIED = (
     "chat_template*",
     "README.md",
     "LICENSE*",
-    "modules.json",  # of an embedding model: its modules beside the decoder, which have directories
+    "modules.json",  # of an embedding model: its modules besides the decoder, which have directories
     "config_sentence_transformers.json",
     "sentence_bert_config.json",
     "[0-9]_*/*",

@@ -1,7 +1,7 @@
 """A model computed by `transformers` with the weights of one decoder layer in memory at a time.
 
 The model stands on the meta device, without weights. What is outside of the decoder layers is loaded at the start; a
-layer is loaded when the computation reaches it, from whichever checkpoint it is to have, and dropped after it.
+layer is loaded when the computation reaches it, from the checkpoint chosen for it, and dropped after it.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The part of `docs/api.md` about a router's management port: its paths, who may ask for them, and what they answer."""
+"""The part of `docs/api.md` about a router's management port: its paths, their callers, and what they answer."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ PAGES = (
         "GET", "/console/", _SCRAPERS, "The [web console](console.md), unless `console` is `off`; its files are below."
     ),
     Page("GET", "/console/state", _SCRAPERS, "What the console shows.", "Console state"),
-    Page("GET", "/console/router", _SCRAPERS, "What other routers' consoles are told.", "Console router"),
+    Page("GET", "/console/router", _SCRAPERS, "What other routers' consoles get.", "Console router"),
     Page("GET", "/debug/stacks", _OPERATORS, "Where threads and tasks are in the code.", "Debug stacks"),
     Page("GET", "/debug/logs", _OPERATORS, "The newest 1,000 log lines, each a JSON object."),
     Page(
@@ -293,7 +293,7 @@ def pages() -> str:
 
 
 async def _ask_all() -> list[tuple[Page, Answer]]:
-    """The answers of a router with a state server and others beside it, and of one without."""
+    """The answers of a router with a state server and other routers, and of one without."""
     beside, alone = SampleRouter(state_server="unix:/nowhere"), SampleRouter()
     return [*await _ask(beside, OtherRouters(beside.settings)), *await _ask(alone, None)]
 

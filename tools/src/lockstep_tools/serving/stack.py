@@ -36,7 +36,7 @@ _POLL_S = 0.1
 _LOOPBACK = "127.0.0.1"
 _LOOPBACKS = ("127.0.0.1", "::1", "localhost")
 _PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""Trusts nobody. To load the system's certificates, which plain HTTP does not need, takes 30 ms."""
+"""Trusts no authority. To load the system's certificates, which plain HTTP does not need, takes 30 ms."""
 _MAX_PORT = 65535
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - recognised, not bound
 

@@ -17,7 +17,7 @@ BATCH_PARTS = 96
 
 
 class SpanBatch:
-    """A batch of spans, and who gets them when they are encoded.
+    """A batch of spans, and the functions that get them when they are encoded.
 
     Args:
         takers: are called with encoded spans, in the event loop or in the thread that calls `encode`. None may wait.

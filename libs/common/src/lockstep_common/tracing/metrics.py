@@ -7,7 +7,7 @@ from lockstep_common.telemetry import REGISTRY
 TRACES = Counter(
     "lockstep_traces_total",
     "Traces that ended in this process, by why they were kept (ratio, parent, error, slow, failed_over), or dropped; "
-    "who resumes a running stream counts with it",
+    "a client that resumes a running stream counts with its stream",
     ["decision"],
     registry=REGISTRY,
 )

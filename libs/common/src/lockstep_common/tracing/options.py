@@ -16,7 +16,7 @@ from lockstep_common.errors import invalid
 Protocols = Literal["grpc", "http"]
 DEFAULT_RATIO = 0.1
 _RATIO_IN_MEMORY = 1.0
-"""They cost no collector anything, and whoever asks for them looks for a certain request."""
+"""Spans in memory cost no collector anything, and their reader looks for a certain request."""
 _PROTOCOLS: dict[str, Protocols] = {"grpc": "grpc", "http/protobuf": "http", "http": "http"}
 _TIMEOUT_S = 5.0
 _MEMORY = "memory"

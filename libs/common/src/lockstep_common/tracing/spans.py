@@ -53,8 +53,8 @@ _DECISIONS = {None: metrics.TRACES.labels("dropped")} | {why: metrics.TRACES.lab
 
 
 class Shared:
-    """Attributes that many spans have alike: made once, encoded once, and never changed. Who makes them remembers
-    them by their values, of which there must be few.
+    """Attributes that many spans have alike: made once, encoded once, and never changed. The code that makes
+    them keeps them by their values, of which there must be few.
     """
 
     __slots__ = ("attributes", "encoded")
@@ -257,7 +257,7 @@ class Trace:
         """Export a span that has ended, or let it wait for the decision."""
         self._recorded += 1
         if not self._holds:
-            return  # what ends after its request tells nothing about it
+            return  # what ends after its request is not a part of it
         is_decided = self.kept is not None and self.is_settled
         is_beyond = self._recorded > MAX_SPANS and span.span_id != self._first_id
         if is_beyond or (not is_decided and self._tracing.waiting >= MAX_WAITING_SPANS):

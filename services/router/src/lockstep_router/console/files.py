@@ -15,7 +15,7 @@ ROOT = "/console/"
 STATE = "/console/state"
 """Where the page asks for what it shows."""
 ROUTER = "/console/router"
-"""Where other routers ask for what this one tells of itself."""
+"""Where other routers ask for the facts about this one."""
 ROUTE = "/console/{name:path}"
 """The console's route on the public port, in metrics and logs."""
 

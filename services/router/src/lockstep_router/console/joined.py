@@ -47,7 +47,7 @@ def joined(
 
 
 def joined_router(routers: Sequence[dict[str, Any]], router_id: str) -> dict[str, Any]:
-    """What the processes tell of themselves as one router."""
+    """The facts about all processes, as those of one router."""
     first = routers[0]
     resumable = {name: sum(each["resumable"][name] for each in routers) for name in first["resumable"]}
     added = {name: sum(each[name] for each in routers) for name in _ADDED}

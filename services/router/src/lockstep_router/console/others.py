@@ -1,8 +1,8 @@
-"""The other routers: each is asked on its management port, while somebody looks at the console here.
+"""The other routers: each is asked on its management port, while a page of the console is open here.
 
-Their addresses are those of DNS names. A router tells its name, version, state and counts: no request, text, tenant or
-key crosses, and none is sent along. Every question has a deadline and a largest answer, and nobody waits for it: what
-is shown was told before. A router that does not answer is shown as such for as long as DNS has its address.
+Their addresses are those of DNS names. A router answers with its name, version, state and counts. No request, text,
+tenant or key is sent in either direction. Every question has a deadline and a limit for its answer. No page waits for
+it: pages show the last answer. A router that does not answer is shown as such for as long as DNS has its address.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class _Other:
     """What is known of the router at an address."""
 
     facts: "RouterFacts | None" = None
-    """As it was told last; None: it never was."""
+    """Its last answer; None: there was none."""
     heard_at: float = 0.0
     problem: str = ""
     """Why it does not answer now; empty: it does."""
@@ -101,7 +101,7 @@ class OtherRouters:
         await self._ask_routers({address: addresses[address] for address in asked}, tls, self._note_answer)
 
     def _note_answer(self, address: str, answer: "RouterFacts | str") -> None:
-        """Keep what the router at an address tells, or why it does not answer."""
+        """Keep what the router at an address answers, or why it does not answer."""
         other = self._others[address]
         if isinstance(answer, str):
             other.problem = answer

@@ -1,4 +1,4 @@
-"""What a router tells of itself, asked on its management port over HTTP.
+"""The facts about a router, asked for on its management port over HTTP.
 
 Import this module only where it is used: aiohttp takes 0.2 s and 15 MiB.
 """
@@ -24,7 +24,7 @@ _Count = Annotated[int, Field(ge=0, le=1 << 53)]
 
 
 class RouterFacts(BaseModel):
-    """What a router tells of itself; anything else in its answer is dropped."""
+    """The facts about a router; anything else in its answer is dropped."""
 
     id: str = Field(min_length=1, max_length=128)
     version: str = Field(max_length=64)
@@ -46,7 +46,7 @@ async def ask(
     Args:
         addresses: of each router's management port, and the name that its certificate has to be for.
         tls: for HTTPS; None: plain HTTP.
-        on_answer: is called once for each address, with what its router tells or why it does not answer.
+        on_answer: is called once for each address, with the facts about its router or why it does not answer.
     """
     turn = asyncio.Semaphore(_AT_A_TIME)
 
@@ -59,7 +59,7 @@ async def ask(
 
 
 async def _answer(session: ClientSession, tls: ssl.SSLContext | None, address: str, name: str) -> RouterFacts | str:
-    """What the router at an address tells, or why it does not answer."""
+    """The facts about the router at an address, or why it does not answer."""
     url = f"{'https' if tls else 'http'}://{address}{ROUTER}"
     server_hostname = name if tls else None
     try:
@@ -81,7 +81,7 @@ async def _answer(session: ClientSession, tls: ssl.SSLContext | None, address: s
 
 
 async def _facts(answer: ClientResponse) -> RouterFacts:
-    """What a router tells.
+    """The facts in an answer.
 
     Raises:
         ClientError: the answer is an error, too large, or cut short.

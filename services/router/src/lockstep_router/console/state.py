@@ -50,7 +50,7 @@ class ConsoleState:
         return shown | {"others": None if self._others is None else self._others.body()}
 
     def of_router(self) -> dict[str, Any]:
-        """What it tells of itself, to other routers too."""
+        """The facts about this router, for other routers too."""
         router, settings = self._router, self._router.settings
         return {
             "id": settings.router_id,

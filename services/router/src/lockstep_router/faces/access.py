@@ -1,4 +1,4 @@
-"""Who sends a request, and what is reported of it when it ends: the same for every face.
+"""The sender of a request, and what is reported of it when it ends: the same for every face.
 
 Log lines and metrics never hold keys, prompts or answers. The audit log has one line for each request that needs a key.
 """

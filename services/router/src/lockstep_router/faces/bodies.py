@@ -237,7 +237,7 @@ class Reservation:
 
 
 def _nothing() -> None:
-    """Nobody has to know."""
+    """Do nothing: there is no one to inform."""
 
 
 class _Pieces:

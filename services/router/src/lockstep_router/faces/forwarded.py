@@ -1,4 +1,4 @@
-"""Who sends a request that comes through a proxy. Only proxies that are named in the settings are believed."""
+"""The sender of a request that comes through a proxy. Only proxies that are named in the settings are believed."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

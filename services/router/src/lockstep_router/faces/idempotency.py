@@ -22,7 +22,7 @@ def scope_of(key: str, field: str, origin: Origin) -> str:
     Args:
         key: as the client gave it.
         field: the name of the header or field that it came in.
-        origin: who sent it.
+        origin: its sender.
 
     Raises:
         LockstepError: INVALID_REQUEST, naming the field.
@@ -34,7 +34,7 @@ def scope_of(key: str, field: str, origin: Origin) -> str:
 
 
 def idempotency_key(key: str, field: str, origin: Origin, body: BaseModel, kind: str) -> IdempotencyKey:
-    """The key of a request with this body; `kind` tells the endpoints apart.
+    """The key of a request with this body; `kind` differs between endpoints.
 
     Raises:
         LockstepError: INVALID_REQUEST, naming the field.

@@ -15,7 +15,7 @@ class Record:
 
     request_id: str
     account: Account
-    """Of its tenant; of nobody, and without limits, if the router has no keys."""
+    """Of its tenant. If the router has no keys there is no tenant and no limit."""
     key_id: str = ""
     """Names the API key; empty if the router has no keys, or if there was no valid one."""
     access: Access | None = None
@@ -39,7 +39,7 @@ class Record:
         return fields if self.trace is None else fields | self.trace.root.log_fields
 
     async def write(self, writing: Awaitable[None]) -> None:
-        """Await a write to the client. The trace tells how long the client let it wait."""
+        """Await a write to the client. The trace gets the time for which the client let it wait."""
         if self.trace is None:
             await writing
             return

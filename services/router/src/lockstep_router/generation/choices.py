@@ -30,7 +30,7 @@ class TokenEntry:
 
 @dataclass(slots=True)
 class Delta:
-    """The new part of a choice. Nobody changes one; it is not frozen because that makes it slow to create."""
+    """The new part of a choice. Not changed after construction; not frozen, for speed."""
 
     index: int
     text: str

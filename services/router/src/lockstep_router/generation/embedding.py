@@ -164,7 +164,7 @@ class Embedding:
             all_done.cancel()
             for task in tasks:
                 task.cancel()
-            # The first two as well: an exception that nobody takes is logged.
+            # The first two as well: an exception that is not retrieved is logged.
             await asyncio.gather(all_done, failed, *tasks, return_exceptions=True)
 
     async def _run_some(

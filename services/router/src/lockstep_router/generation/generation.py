@@ -63,7 +63,7 @@ class _Taking:
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens that a request took. Nobody changes one."""
+    """Tokens that a request took. Not changed after construction; not frozen, for speed."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -29,7 +29,7 @@ _FORMS_OF_TEXT = frozenset({"response_format", "text.format"})
 
 @dataclass
 class Prepared:
-    """A request that fits its model. Nobody changes one."""
+    """A request that fits its model. Not changed after construction; not frozen, for speed."""
 
     card: worker_pb2.ModelCard
     tokenizer: Tokenizer

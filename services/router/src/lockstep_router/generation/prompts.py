@@ -23,13 +23,13 @@ _CHARS_OF_A_TURN = 64
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt as token ids. Nobody changes one."""
+    """One prompt as token ids. Not changed after construction; not frozen, for speed."""
 
     ids: list[int]
     text: str = ""
     """Empty unless `keep_text` was set."""
     end_id: int | None = None
-    """Ends the answer, beside the model's end-of-text ids."""
+    """Ends the answer, like the model's end-of-text ids."""
 
 
 class PromptEncoder:

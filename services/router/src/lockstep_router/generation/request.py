@@ -3,7 +3,7 @@
 A face makes a `GenerationRequest`; everything behind the face starts from it. `Sampling` is the protobuf message of
 `inference.proto`: the messages there are the project's own types for generation, shared by all its protocols, so they
 are not repeated here. The values have been checked for their form only: `preparation` checks that they fit the model.
-Nobody changes an object of these types. Those of every request are not frozen: that would make them slow to create.
+Objects of these types are not changed. Those of every request are not frozen: that would make them slow to create.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ class Conversation:
     """The field's name in errors, as in the other kinds of prompt."""
     add_special_tokens: bool = False
     tools: ToolUse | None = None
-    """None: the model is told of no tools, and its answers have no calls."""
+    """None: the model gets no tools, and its answers have no calls."""
     template_fields: Mapping[str, bool | int | float | str] = field_of(default_factory=dict)
     """Further values for the template, by name."""
     reasoning_effort: str | None = None
@@ -94,7 +94,7 @@ PromptSource = Conversation | TextPrompt | TokenPrompt | InfillPrompt
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """One or more prompts, and how their answers are to be sampled."""
+    """One or more prompts, and how their answers will be sampled."""
 
     model: str
     caller: Caller

@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(slots=True)
 class Style:
-    """The form of the answer that the client asked for. Nobody changes one; frozen ones are slow to make."""
+    """The form of the answer that the client asked for. Not changed after construction; not frozen, for speed."""
 
     kind: Literal["chat", "text", "responses"]
     stream: bool

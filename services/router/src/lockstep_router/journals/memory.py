@@ -145,7 +145,7 @@ class MemoryJournalStore:
         self._remove(request_id)
 
     async def settle(self, request_id: str) -> None:
-        """Nobody else knows a stream of this store."""
+        """Return at once: no other router knows a stream of this store."""
 
     async def leave(self, request_id: str) -> None:
         """Forget a stream: no other router knows it."""
@@ -179,7 +179,7 @@ class MemoryJournalStore:
         return False
 
     def on_taken(self, callback: Callable[[str, float, bool], None]) -> None:
-        """Nobody takes a stream from this store."""
+        """Do nothing: no router takes a stream from this store."""
 
     async def claim(self, scope: str, claim: Claim) -> Claim | None:
         """Give an idempotency key to a stream, unless another one has it."""

@@ -87,7 +87,7 @@ class Mirror:
         """Streams with something to write, those that have waited longest first."""
         self._wake = asyncio.Event()
         self._chores: deque[Callable[[], Awaitable[None]]] = deque(maxlen=_MAX_CHORES)
-        """What else the state server is to be told; beyond the bound it forgets by its times to live."""
+        """Other calls for the state server. Beyond the bound the oldest are dropped: it has times to live."""
         self._chores_in_flight = 0
         self._batch_writes = _BATCH_WRITES
         self._is_backlog = False
@@ -158,7 +158,7 @@ class Mirror:
         return entry is not None and entry.seal == REMOVED
 
     async def settle(self, request_id: str, timeout_s: float) -> None:
-        """Wait until the state server was told that a stream was removed, no longer than this."""
+        """Wait until the state server knows that a stream was removed, no longer than this."""
         if self.is_removed(request_id):
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
@@ -184,12 +184,12 @@ class Mirror:
             entry.is_dropped.set()
 
     def add_chore(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Have something done that nobody waits for."""
+        """Have something done without waiting for it."""
         self._chores.append(work)
         self._wake.set()
 
     def note_return(self) -> None:
-        """The state server was away, and may have forgotten everything: every stream tells what it has."""
+        """The state server was away, and may have forgotten everything: every stream is written again."""
         for request_id in self.entries:
             self.note_change(request_id)
         self.on_return()
@@ -209,8 +209,9 @@ class Mirror:
         metrics.JOURNAL_LAG_SECONDS.set(self.lag_s)
 
     def _is_given_up(self, entry: Entry, now: float) -> bool:
-        """Whether a stream that was left, and is not in the memory any more, is not written any more either: without
-        room for it there the end might never come. One that nobody could continue in the meantime has no more time.
+        """Whether to stop writing a stream that was left and is not in the memory any more. If the state server never
+        has room for it, the tries would not end. One that has failed, and was refused there, gets no more time: no
+        router could continue it in the meantime.
         """
         is_late = now - entry.written_at > self.ttl_s or (entry.was_kept and entry.not_before > 0)
         return entry.is_left and entry.seal is None and is_late
@@ -252,7 +253,7 @@ class Mirror:
         return max(began_at, now if oldest is None else oldest) + self._gather_s - now
 
     async def _write_batch(self) -> bool:
-        """Write what is missing, as much as fits in one batch; False if nothing was to be written."""
+        """Write what is missing, as much as fits in one batch; False if there was nothing to write."""
         self._is_backlog = False
         batch, is_full = self._batch()
         if not batch:
@@ -434,14 +435,14 @@ class Mirror:
             self._note_sealed(sent)
 
     def _note_sealed(self, sent: _Sent) -> None:
-        """Nothing can be added to the stream; one that was to be removed is removed now."""
+        """Nothing can be added to the stream; one that had to be removed is removed now."""
         if sent.entry.seal == REMOVED:
             self.add_chore(lambda: self._trim(sent))
         else:
             self.drop(sent.request_id)
 
     async def _trim(self, sent: _Sent) -> None:
-        """Have the state server forget a stream that cannot be told its end. Until then it is not settled."""
+        """Have the state server forget a stream whose end cannot be written. Until then it is not settled."""
         try:
             await self._client.trim(trim_request(sent.entry.stream.record.owner, sent.request_id, self.ttl_s))
         finally:
@@ -459,7 +460,7 @@ class Mirror:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the state server was told everything that happened until now."""
+        """Whether the state server has got everything that happened until now."""
         return not (self._changed or self._flight or self._chores or self._chores_in_flight)
 
 

@@ -1,6 +1,6 @@
 """The store of journals whose streams other routers can continue: in memory, and mirrored in the state server.
 
-This router's own reads never wait for the state server. Its streams are served as ever while that is away.
+This router's own reads never wait for the state server. While that is away its streams are served without a copy.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class MirroredJournalStore:
         self._unanswered: set[str] = set()
         """Streams of this router that it has asked to take back without an answer: they may have a higher epoch."""
         self._on_taken: Callable[[str, float, bool], None] = lambda *_: None
-        self._telling: set[asyncio.Task[None]] = set()
+        self._reporting: set[asyncio.Task[None]] = set()
         """Each finds out why a stream is no longer this router's."""
         self.client = StateClient(target, dial, timeout_s)
         self.mirror = Mirror(self.client, owner, lag_s=max_lag_s, ttl_s=self._ttl_s, on_stale=self._note_stale)
@@ -97,9 +97,9 @@ class MirroredJournalStore:
     async def close(self) -> None:
         """Write what is missing, if that takes no time, and disconnect."""
         await self.mirror.close()
-        for task in self._telling:
+        for task in self._reporting:
             task.cancel()
-        await asyncio.gather(*self._telling, return_exceptions=True)
+        await asyncio.gather(*self._reporting, return_exceptions=True)
         await self.client.close()
 
     @property
@@ -172,7 +172,7 @@ class MirroredJournalStore:
             await self._trim(stream.record.owner, request_id)
 
     async def settle(self, request_id: str) -> None:
-        """Wait until the state server knows that a stream was removed here: the next batch tells it."""
+        """Wait until the state server knows that a stream was removed here: the next batch says it."""
         await self.mirror.settle(request_id, self.settle_s)
 
     async def leave(self, request_id: str) -> None:
@@ -210,8 +210,8 @@ class MirroredJournalStore:
 
         Raises:
             StoreAwayError: UNAVAILABLE, the state server has just failed to answer.
-            LockstepError: UNAVAILABLE, the stream was found by its key and is still being prepared, or this router does
-                not know how its text is to be read; OVERLOADED, too many ask at a time.
+            LockstepError: UNAVAILABLE, the stream was found by its key and is still being prepared, or this router
+                cannot read its text; OVERLOADED, too many ask at a time.
         """
         if self.mirror.is_removed(request_id):
             return None
@@ -417,18 +417,18 @@ class MirroredJournalStore:
         self._keys.forget(request_id)
         self._origins.pop(request_id, None)
 
-    # What the state server tells.
+    # What the state server reports.
 
     def _note_stale(self, request_id: str, owned_at: float) -> None:
         """Another router has taken the stream over: what is here is not what clients are given there."""
         stream = self._front.held(request_id)
         if stream is not None and request_id in self._unanswered:
-            telling = self._find_taker(request_id, owned_at, stream.record.owner)
+            reporting = self._find_taker(request_id, owned_at, stream.record.owner)
         else:
-            telling = self._lose(request_id, owned_at, stream)
-        task = asyncio.create_task(telling)
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+            reporting = self._lose(request_id, owned_at, stream)
+        task = asyncio.create_task(reporting)
+        self._reporting.add(task)
+        task.add_done_callback(self._reporting.discard)
 
     async def _find_taker(self, request_id: str, owned_at: float, owner: str) -> None:
         """Go on with a stream if it was this router itself that took it, and only the answer was lost."""
@@ -463,16 +463,16 @@ class MirroredJournalStore:
         metrics.STREAMS_TAKEN.inc()
         self._forget_key(request_id)
         self._front.forget(request_id)
-        return self._tell_taken(request_id, owned_at, stream)
+        return self._report_taken(request_id, owned_at, stream)
 
-    async def _tell_taken(self, request_id: str, owned_at: float, stream: StoredStream | None) -> None:
-        """Tell that a stream was taken, or, if its client has deleted it there, that it was removed."""
+    async def _report_taken(self, request_id: str, owned_at: float, stream: StoredStream | None) -> None:
+        """Report that a stream was taken, or, if its client has deleted it there, that it was removed."""
         is_removed = False
         if stream is not None:
             end = [NO_TOKENS] * len(stream.logs)
             owner = tenant_of(stream.record.owner)
             request = state_pb2.ReadRequest(tenant=owner, stream_id=request_id, positions=end)
-            with suppress(StateAwayError, StateRefusedError, LockstepError):  # its readers are told that it has moved
+            with suppress(StateAwayError, StateRefusedError, LockstepError):  # its readers get `moved`
                 response = await self.client.read(request)
                 is_removed = response is None or response.owner == TAKEN_TO_END or was_removed(response)
         if self._front.held(request_id) is None:  # it may have come back meanwhile: then its run is another one

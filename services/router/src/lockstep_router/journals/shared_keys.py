@@ -42,7 +42,7 @@ class SharedKeys:
 
     Args:
         client: the state server.
-        mirror: does what nobody waits for.
+        mirror: makes the calls that no request waits for.
         ttl_s: for how long a key is kept there without being renewed.
     """
 
@@ -56,7 +56,7 @@ class SharedKeys:
         self._renewing: WeakValueDictionary[str, _Renewing] = WeakValueDictionary()
         """By the stream; each ends with its last chore."""
         self._due: set[str] = set()
-        """Streams whose keys are to be renewed before their time."""
+        """Streams whose keys must be renewed before their time."""
         self._preparing: dict[str, asyncio.TimerHandle] = {}
         """Requests that have a key, and no stream yet."""
         self._foreign: OrderedDict[str, tuple[str, float]] = OrderedDict()
@@ -172,7 +172,7 @@ class SharedKeys:
                 left -= 1
 
     def renew_soon(self) -> None:
-        """The state server may have forgotten all keys: `tend` tells it those of this router."""
+        """The state server may have forgotten all keys: `tend` sends it those of this router."""
         self._due = set(self._keys)
 
     def expire_in(self, request_id: str, keep_s: float) -> None:
@@ -202,7 +202,7 @@ class SharedKeys:
         self._preparing[request_id] = asyncio.get_running_loop().call_later(seconds, self._mark, request_id)
 
     def _mark(self, request_id: str) -> None:
-        """Tell that a request is being prepared, and again until it is."""
+        """Announce that a request is being prepared, and repeat that until it is."""
         key = self._keys[request_id]
         mark = self._request(request_id, key, _MARK_TTL_S)
         mark.key = _mark_of(request_id)

@@ -9,13 +9,13 @@ from lockstep_router.journals.records import Claim, Outcome, Piece, RequestRecor
 
 
 class StoreAwayError(LockstepError):
-    """It is not known what other routers have, because nobody answers."""
+    """It is not known what other routers have, because the state server does not answer."""
 
 
 class JournalStore(Protocol):
     """Keeps the journals of resumable streams, each until some time after its end.
 
-    Nobody but the router that runs a stream writes to it. What other routers can see may be behind by what has not been
+    Only the router that runs a stream writes to it. What other routers can see may be behind by what has not been
     written there yet.
     """
 
@@ -58,7 +58,7 @@ class JournalStore(Protocol):
 
     async def settle(self, request_id: str) -> None:
         """Wait until other routers can know that a stream was removed or discarded here; not for long, and not at all
-        while nobody can be told.
+        while no other router can learn it.
         """
 
     async def leave(self, request_id: str) -> None:
@@ -70,10 +70,10 @@ class JournalStore(Protocol):
 
     @property
     def is_away(self) -> bool:
-        """Whether nobody can be asked for them now."""
+        """Whether it is impossible to ask for them now."""
 
     async def look_up(self, request_id: str, owner: str) -> StoredStream | None:
-        """A stream of an owner that this router does not have; None: there is none, or nobody can be asked.
+        """A stream of an owner that this router does not have; None: there is none, or it is impossible to ask.
 
         Raises:
             StoreAwayError: UNAVAILABLE, the answer has just failed to come.

@@ -63,7 +63,7 @@ _REQUEST = TypeAdapter(_Request)
 _ENDING = TypeAdapter(_Ending)
 
 REMOVED = _ENDING.dump_json(_Ending(is_removed=True))
-"""The ending of a stream that its client has ended: it is gone, and whoever still runs it must stop."""
+"""The ending of a stream that its client has ended: it is gone, and a router that still runs it must stop."""
 
 TAKEN_TO_END = "-ends"
 """In place of a router's name: of one that takes a stream only to end it, and writes `REMOVED` a moment later."""

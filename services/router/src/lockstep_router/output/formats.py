@@ -13,7 +13,7 @@ from lockstep_router.output.mistral import MISTRAL
 from lockstep_router.output.reasoning import REASONING_FORMATS
 
 GENERIC = "json"
-"""The format that a model can be told to use in plain text."""
+"""The format that a model can be asked for in plain text."""
 OFF = "off"
 """In place of a format: none is looked for."""
 
@@ -58,7 +58,7 @@ class ModelFormats:
         return OutputFormat(None if tools == OFF else tools, None if reasoning == OFF else reasoning)
 
     def is_generic(self, model: str) -> bool:
-        """Whether a model whose template has no place for tools is told of them in plain text."""
+        """Whether a model whose template has no place for tools gets them in plain text."""
         return self._tools.get(model) == GENERIC
 
 

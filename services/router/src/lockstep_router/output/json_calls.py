@@ -54,7 +54,7 @@ class JsonCalls:
 
     A call is given as soon as its name is known, so what comes before its name decides whether it is one: otherwise the
     text stays content, with its marker. After the name, arguments are given as they are written, and text that belongs
-    to no argument is left out up to the closing marker. Spaces beside calls are left out.
+    to no argument is left out up to the closing marker. Spaces around calls are left out.
     """
 
     def __init__(self, syntax: JsonSyntax, calls: Calls) -> None:

@@ -38,7 +38,7 @@ class Custom(Policy):
         return self._fallback.choose(request, workers)
 
     def note_sent(self, request: RequestFacts, worker: WorkerFacts) -> None:
-        """Tell the policy."""
+        """Pass it on to the policy."""
         try:
             self._policy.note_sent(request, worker)
         except Exception as error:  # whatever a foreign policy raises

@@ -20,7 +20,10 @@ class KnownBlocks(Protocol):
 
 @dataclass(slots=True)
 class RequestFacts:
-    """A stream, as far as the choice of its worker depends on it. Nobody changes one; frozen ones are slow to make."""
+    """A stream, as far as the choice of its worker depends on it.
+
+    Not changed after construction; not frozen, for speed.
+    """
 
     session: str
     """The identity whose streams should stay together."""
@@ -43,7 +46,10 @@ class RequestFacts:
 
 @dataclass(slots=True)
 class WorkerFacts:
-    """A worker that could run the stream, as this router knows it now. Nobody changes one."""
+    """A worker that could run the stream, as this router knows it now.
+
+    Not changed after construction; not frozen, for speed.
+    """
 
     worker_id: str
     life: tuple[str, int, int] = ("", 0, 0)

@@ -7,7 +7,7 @@ from lockstep_router.policies.rendezvous import score
 
 
 class Stateless(Policy):
-    """The fewest requests. Equally loaded workers are told apart by a hash of the stream's id."""
+    """The fewest requests. Equally loaded workers are ordered by a hash of the stream's id."""
 
     def choose(self, request: RequestFacts, workers: Sequence[WorkerFacts]) -> str:
         """The worker with the fewest requests."""

@@ -149,7 +149,7 @@ class JointAnswers:
         return exposition_for(accept, own)
 
     def _console(self, path: str) -> Answer:
-        """What the console shows, or what other routers are told, of all processes together."""
+        """What the console shows, or what other routers get, of all processes together."""
         answers = {process.number: answer for process, answer in self._ask(path, self._processes)}
         bodies = {
             number: json.loads(answer.body)
@@ -208,7 +208,7 @@ class _Labelled(Collector):
         for process, text in self._texts.items():
             for family in text_string_to_metric_families(text):  # type: ignore[no-untyped-call]
                 if process == _PARENT and family.name.startswith(_OF_ROUTERS):
-                    continue  # it serves nobody: its zeros would count as a router's
+                    continue  # it serves no client: its zeros would count as a router's
                 known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 known.samples += [
                     sample._replace(labels=sample.labels | {"process": process}) for sample in family.samples

@@ -47,7 +47,7 @@ class Asker:
             self._connection.send_bytes(_question(self._asked, path, operation, accept))
             while self._connection.poll(max(0.0, deadline_s - time.monotonic())):
                 head, body = json.loads(self._connection.recv_bytes()), self._connection.recv_bytes()
-                if head["number"] == self._asked:  # else it is one that nobody waits for any more
+                if head["number"] == self._asked:  # else it is one that no call waits for any more
                     return Answer(head["status"], head["content_type"], body)
         except (OSError, EOFError) as error:
             raise NoAnswerError from error

@@ -59,7 +59,7 @@ class Process:
     def terminate(self) -> None:
         """Ask the process to drain and end."""
         if self._process is not None:
-            with suppress(ProcessLookupError):  # it has ended, and nobody has waited for it yet
+            with suppress(ProcessLookupError):  # it has ended, and was not waited for yet
                 self._process.terminate()
 
     async def keep(self, stop: asyncio.Event, listening: asyncio.Event, serving: asyncio.Event) -> int:

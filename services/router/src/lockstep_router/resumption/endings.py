@@ -24,12 +24,12 @@ def draining() -> LockstepError:
 
 
 def moved() -> LockstepError:
-    """Another router has taken the stream over, because a client asked for it there. Final for those who read it here
+    """Another router has taken the stream over, because a client asked for it there. Final for those that read it here
     before: if they asked for it again, two readers could take it from each other for ever.
     """
     return LockstepError(ErrorCode.STREAM_MOVED, "another router has the stream now, as a client asked for it there")
 
 
 def taken() -> LockstepError:
-    """The same for those who may have come after that: theirs may be the only client, which came back from there."""
+    """The same for readers that may have come after that: theirs may be the only client, which came back from there."""
     return LockstepError(ErrorCode.UNAVAILABLE, "another router has the stream; it can be resumed", retry_after_s=1)

@@ -42,7 +42,7 @@ class Generating:
     Args:
         host: the router.
         store: keeps the journals.
-        on_end: called with each run that has ended, after its journal was closed and before its readers are told.
+        on_end: called with each run that has ended, after its journal was closed and before its readers learn it.
     """
 
     def __init__(self, host: Host, store: JournalStore, on_end: Callable[[Run], None]) -> None:
@@ -162,7 +162,7 @@ class Generating:
         run.wake()
 
     def note_reader(self, run: Run, position: Position) -> None:
-        """Mark the choices of which a client has tokens whose numerics nobody knows: what it gets may not fit them."""
+        """Mark the choices of which a client has tokens with unknown numerics: what follows may not fit them."""
         for index in [each for each in run.unproven if position.tokens[each] > 0]:
             run.unproven -= {index}
             mark = Piece(index, len(run.logs[index].ids), (), is_inexact=True)
@@ -172,7 +172,7 @@ class Generating:
             logger.warning("stream continued inexactly: its copy had no token", extra={"request_id": run.request_id})
 
     async def finish(self, run: Run, outcome: Outcome) -> None:
-        """Keep what a run gave, or forget it, and tell its readers."""
+        """Keep what a run gave, or forget it, and wake its readers."""
         run.is_ending = True
         try:
             may_go_on = run.end is not None and run.end.code is ErrorCode.DRAINING
@@ -193,7 +193,7 @@ class Generating:
         except (
             Exception,
             asyncio.CancelledError,
-        ):  # the run itself may have ended by being cancelled; who waits must know
+        ):  # the run itself may have ended by being cancelled; its waiters must know
             logger.exception("the journal of a resumable stream was not closed", extra={"request_id": run.request_id})
         run.outcome = outcome
         self._on_end(run)

@@ -1,4 +1,4 @@
-"""Counts the readings of resumable streams, so that nobody's readings keep others from theirs.
+"""Counts the readings of resumable streams, so that the readings of one owner do not keep others from theirs.
 
 The only reading of a stream that runs has room of its own: it is as much a part of the request as the generation is.
 Further readings, and those of streams that have ended, share the rest. It never looks at what is read.
@@ -15,7 +15,7 @@ from lockstep_router.tenants import Account
 MAX_OF_STREAM = 16
 """Readings of one stream at a time."""
 _SHARED_BY_ALL = 3 / 4
-"""Beyond this part of the further readings, those who hold the most get no more."""
+"""Beyond this part of the further readings, owners with the most get no more."""
 _RESERVE = 5 / 4
 """Streams that have ended may still be read, so there can be more readings of own streams than `max_streams`."""
 
@@ -25,7 +25,7 @@ class _Pool:
     """Readings of one kind, by their owners."""
 
     fair_until: float
-    """From here on, those who hold the most get no more."""
+    """From here on, owners with the most get no more."""
     limit: float
     held: Counter[str] = field(default_factory=Counter)
     count: int = 0

@@ -68,7 +68,7 @@ class Run:
         self.record: RequestRecord | None = None
         self.tokenizer: Tokenizer | None = None
         self.unproven: frozenset[int] = frozenset()
-        """Choices that began again here, as nobody knows the numerics that an earlier run may have begun them with."""
+        """Choices that began again here, because the numerics of an earlier run are unknown."""
         self.logs: list[ChoiceLog] = []
         self.generation: Generation | None = None
         """While it runs."""
@@ -80,7 +80,7 @@ class Run:
         """Set when there is a record, or an outcome without one."""
         self.ended = asyncio.Event()
         self.readers: dict[asyncio.Event, float] = {}
-        """Those who read it, and when they came, in the event loop's time."""
+        """Its readers, and when they came, in the event loop's time."""
         self.owned_at: float | None = None
         """When it was last known to be this router's, if another one has taken it."""
         self.task: asyncio.Task[None] | None = None
@@ -96,7 +96,7 @@ class Run:
         return self._failovers if self.generation is None else self.generation.failovers
 
     def end_generation(self) -> None:
-        """Let go of the generation, which has its prompts, and keep what readers may still ask."""
+        """Drop the generation, which holds its prompts, and keep what readers may still ask for."""
         self._failovers, self.generation = self.failovers, None
 
     def outcome_for(self, arrival: asyncio.Event) -> Outcome | None:
@@ -108,7 +108,7 @@ class Run:
         return Outcome(taken()) if failure is not None and failure.code is ErrorCode.STREAM_MOVED else self.outcome
 
     def wake(self) -> None:
-        """Tell all readers that there is more."""
+        """Wake all readers: there is more."""
         for arrival in self.readers:
             arrival.set()
 

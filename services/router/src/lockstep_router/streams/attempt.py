@@ -41,7 +41,7 @@ Outcome = Finished | WaitedTooLong | Lost | LockstepError
 
 
 class Events(Protocol):
-    """What an attempt tells its stream."""
+    """What an attempt reports to its stream."""
 
     def deliver(self, update: worker_pb2.StreamTokens) -> None:
         """Take an update that has tokens or a finish reason."""

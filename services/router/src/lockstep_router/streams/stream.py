@@ -435,7 +435,7 @@ class Stream:
         self._avoided = avoided | {self._life: awake_s + back_off_s}
         self._count_loss(reason)
         if self._suspects.is_tried_beside_others(self.journal.stream_id):
-            # Another router's stream may be the cause. The two are told apart by not running at the same times.
+            # Another router's stream may be the cause. They show which one it is by not running at the same times.
             self._trial_at = asyncio.get_running_loop().time() + self._workers.rng.uniform(0.0, _MAX_TRIAL_PAUSE_S)
 
     def _count_loss(self, reason: Loss) -> None:

@@ -1,4 +1,4 @@
-"""Writes one stream into the router's history, at the places where the stream tells of itself.
+"""Writes one stream into the router's history, at the places where the stream reports its steps.
 
 It stands before the stream's trace and passes everything on to it.
 """

@@ -28,7 +28,7 @@ server's span of an HTTP status 5xx is one: see the span `request`.
 
 
 class StreamTrace:
-    """What a stream tells of itself; this class is for streams without a trace, and does nothing."""
+    """What a stream reports of itself; this class is for streams without a trace, and does nothing."""
 
     @property
     def kept_id(self) -> int:
@@ -54,7 +54,7 @@ class StreamTrace:
         """The first token after one or several moves has come, so long after the one before."""
 
     def note_attempt_token(self) -> None:
-        """The first token of the attempt has come, after the two above are told."""
+        """The first token of the attempt has come. `note_first_token` and `note_gap` are called before."""
 
     def leave(self, outcome: Outcome) -> None:
         """The attempt has ended."""

@@ -1,8 +1,8 @@
 """API keys from a file that is read again when it changes. It decides whose request a key makes.
 
 The file holds hashes of keys. A plain SHA-256 is enough, and bcrypt or the like would do harm: keys are 256 random
-bits, which nobody guesses from a hash however fast it is computed, and a slow hash would let anyone take the router's
-time with wrong keys. A file that cannot be used never replaces a usable one. No key, no hash and no line of the file is
+bits, which cannot be guessed from a hash however fast it is computed, and a slow hash would let wrong keys take the
+router's time. A file that cannot be used never replaces a usable one. No key, no hash and no line of the file is
 ever in a log or an error.
 """
 
@@ -77,7 +77,7 @@ class _Key:
 
 
 class KeyFile:
-    """The keys in a file. `check` may run in a thread beside `authenticate`."""
+    """The keys in a file. `check` may run in a thread while `authenticate` runs."""
 
     def __init__(self, path: str, *, check_s: float = 1.0) -> None:
         """Read the file.

@@ -77,7 +77,7 @@ class ChatTemplate:
         *,
         marked: bool = False,
     ) -> str:
-        """The conversation as a prompt that ends where the assistant is to speak.
+        """The conversation as a prompt that ends where the assistant begins to speak.
 
         Args:
             messages: the conversation.
@@ -91,7 +91,7 @@ class ChatTemplate:
         budget = RenderBudget(len(messages))
         template, own = (self._marked, self._own_marked) if marked else (self._template, self._own)
         values = {**self._globals, **(fields or {}), **own, "messages": messages, "tools": tools}
-        # What Jinja's own method does beside this takes longer than the rendering of a short conversation.
+        # What else Jinja's own method does takes longer than the rendering of a short conversation.
         context = self._environment.context_class(template.environment, values, None, template.blocks)
         token = running.set(budget)
         try:

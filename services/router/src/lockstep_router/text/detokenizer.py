@@ -51,7 +51,7 @@ class Detokenizer:
         while window and 0x80 <= tokenizer.token_bytes(window[-1])[0] < 0xC0:  # the rest of a character
             window.pop()
         window.reverse()
-        # Bytes that are no character yet are left to whoever sent them: the text does not complete their character.
+        # Bytes that are no character yet are left to their sender: the text does not complete their character.
         while window and (text := tokenizer.decode(window)).endswith(REPLACEMENT):
             window.pop()
         if window:

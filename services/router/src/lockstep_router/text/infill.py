@@ -20,7 +20,7 @@ class Infill:
     before_middle: int | None
     """None: the suffix comes first, and the answer follows the prefix."""
     end: int | None = None
-    """Ends the answer, beside the model's own end-of-text ids."""
+    """Ends the answer, like the model's own end-of-text ids."""
 
     def arrange(self, head: list[int], prefix: list[int], suffix: list[int]) -> list[int]:
         """The prompt.

@@ -12,12 +12,12 @@ from typing import Any
 MAX_CHARS = 32 << 20
 """Largest value that a template makes of others, in characters."""
 MADE_CHARS = 4 * MAX_CHARS
-"""What all values together may have that a rendering makes, beside those for messages."""
+"""What all values together may have that a rendering makes, besides those for messages."""
 MADE_CHARS_PER_MESSAGE = 512 << 10
 ITEM_CHARS = 16
 """What an item of a list counts for: it takes as much memory, or more."""
 CPU_S = 1.0
-"""What a rendering may take of its thread's time, beside that for messages. A busy machine does not count."""
+"""What a rendering may take of its thread's time, besides that for messages. A busy machine does not count."""
 CPU_S_PER_MESSAGE = 0.02
 _SLOW_S = 0.05
 """An ordinary template takes 0.01 to 0.1 ms for a message."""

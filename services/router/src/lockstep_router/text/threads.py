@@ -1,7 +1,7 @@
 """Threads for texts so long that encoding or decoding them would block the event loop.
 
-Texts have threads by their length, so that long ones do not delay shorter ones. It never starts more threads than it is
-told, and refuses a text that would have to wait too long for its turn.
+Texts have threads by their length, so that long ones do not delay shorter ones. It never starts more threads than its
+limit, and refuses a text that would have to wait too long for its turn.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class _Pool:
         self._chars_per_s = _CHARS_PER_S
 
     async def run(self, work: Callable[[], Result], chars: int, *, on_end: Callable[[], None] = lambda: None) -> Result:
-        """The result of the work, after that of all who asked before.
+        """The result of the work, after those of all earlier callers.
 
         Args:
             work: takes time that is about proportional to `chars`.

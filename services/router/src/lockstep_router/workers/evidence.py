@@ -40,7 +40,7 @@ class Evidence:
         self._numbers: dict[str, int] = {}
         """Of the Submit of each attempt on the worker, counted from 1."""
         self._suspicions: dict[str, worker_pb2.Suspicion] = {}
-        """Of those with any, as their Submit told the worker."""
+        """Of those with any, as their Submit said to the worker."""
 
     def begin(self) -> None:
         """Note a new connection."""
@@ -75,7 +75,7 @@ class Evidence:
     def of_death(self, attempts: Iterable[Sent], status: worker_pb2.Status, *, running_of_others: bool) -> Death:
         """The suspects of a death.
 
-        The worker tells the streams that its ranks ran when they were lost. If it could not, those are suspects that
+        The worker reports the streams that its ranks ran when they were lost. If it could not, those are suspects that
         are known to run; or else those that it has got, since it may die before it reports what it runs; or else all.
 
         Args:

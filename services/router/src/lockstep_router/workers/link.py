@@ -276,7 +276,7 @@ class Link:
             attempt.lose(Loss.UNAVAILABLE)
 
     def end(self, attempt: RunningAttempt, *, cancel: bool) -> None:
-        """Forget an attempt; with `cancel` also tell the worker to stop computing it."""
+        """Forget an attempt; with `cancel` also have the worker stop computing it."""
         if self._attempts.remove(attempt):
             self._evidence.note_over(attempt.stream_id)
             self.prefixes.note_over(attempt.stream_id)
@@ -354,7 +354,7 @@ class Link:
         if self._silent:
             self._silent = False
             self._suspects.note_alive(self.life)
-            logger.info("worker is heard again", extra={"worker": self.worker_id, "target": self.target})
+            logger.info("heartbeats have resumed", extra={"worker": self.worker_id, "target": self.target})
             self._on_change(self)
 
     def _take(self, frame: worker_pb2.WorkerFrame, now: float) -> None:
@@ -413,7 +413,7 @@ class Link:
         self._connection.problem = ""
         self._suspects.note_alive(self.life)
         logger.info(
-            "worker says hello",
+            "worker connected",
             extra={"worker": self.worker_id, "target": self.target, "epoch": self.epoch, "model": hello.model.name},
         )
         self._on_change(self)

@@ -63,7 +63,7 @@ class PrefixIndex:
         self._settled: list[Sequence[int]] = []
         """Keys of those that did before it: their blocks have been reported."""
         self._wants = "start"
-        """Why a snapshot is to be asked for; empty: it is not."""
+        """Why a snapshot is needed; empty: it is not."""
         self._ask_from = 0.0
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ from lockstep_api.v1 import worker_pb2
 class Reported:
     """What requests need of a worker's last status. A message's fields take longer to read than all else about them.
 
-    Nobody changes one.
+    Not changed after construction; not frozen, for speed.
     """
 
     queued: int

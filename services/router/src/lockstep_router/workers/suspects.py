@@ -193,7 +193,7 @@ class Suspects:
         return 0 if record is None else record.alone
 
     def is_guilty(self, stream_id: str) -> bool:
-        """Whether the stream is to be quarantined. It takes more deaths if workers also die without it."""
+        """Whether the stream must be quarantined. It takes more deaths if workers also die without it."""
         record = self._records.get(stream_id)
         if record is None or not record.alone:
             return False
@@ -202,7 +202,7 @@ class Suspects:
         return proof >= self._quarantine_after + min(max(0, elsewhere), _MAX_EXTRA * self._quarantine_after)
 
     def suspicion(self, stream_id: str) -> worker_pb2.Suspicion:
-        """What workers, and through them other routers, are told about the stream."""
+        """What is sent about the stream to workers, and through them to other routers."""
         record = self._records.get(stream_id)
         if record is None or not record.is_suspected:
             return worker_pb2.SUSPICION_NONE

@@ -207,7 +207,7 @@ class Workers:
         ]
 
     def have_one_numerics(self, model: str, digest: str) -> bool:
-        """Whether all workers of a model, also those that are away, compute the same tokens. One that has not told yet
+        """Whether all workers of a model, also those that are away, compute the same tokens. One that has not said yet
         what it serves counts as another.
         """
         cards = [link.card for link in self._links]

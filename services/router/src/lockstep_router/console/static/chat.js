@@ -231,7 +231,7 @@ async function send(text) {
     view.item.removeAttribute("aria-busy");
     running = null;
     setRunning(false);
-    setTimeout(unwatch, 3000); // the move of its last token may be told late
+    setTimeout(unwatch, 3000); // the move of its last token may be reported late
     follow();
   }
 }

@@ -65,7 +65,7 @@ export function setFacts(list, facts) {
 let waiting = [];
 let timer = 0;
 
-// Tells a screen reader, a few sentences at a time.
+// Gives sentences to a screen reader, a few at a time.
 export function announce(sentence) {
   if (waiting.length < 3) waiting.push(sentence);
   if (timer) return;

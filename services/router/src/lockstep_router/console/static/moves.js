@@ -43,7 +43,7 @@ export function showMoves(moves, router) {
       byId("move-list").querySelector(`[data-key="${CSS.escape(key)}"]`).classList.add("new");
       unfinished.add(key);
     }
-    // Told when it is known where the stream went and how long it took, or that it ended or has moved on before a token.
+    // Announced when it is known where the stream went and how long it took, or that it ended or has moved on before a token.
     // The answers of one request have the same name, and move from one worker at the same time.
     const isNext = (newer) => newer.stream === move.stream && newer.from === move.to;
     const movedOn = () => move.to && moves.slice(0, index).some(isNext);

@@ -1,4 +1,4 @@
-// The other routers, as each has told this one.
+// The other routers, as each has answered this one.
 
 import { announce, byId, element, keyed, setFacts, setKind, setText } from "./dom.js";
 import { count, duration, shown } from "./words.js";
@@ -22,7 +22,7 @@ export function showOthers(others) {
   setText(byId("others-note"), problem ? `Not all may be shown: ${shown(problem)}` : "Each has its own connections to the workers, streams and limits.");
   const addresses = new Set(rows.map((row) => row.address));
   for (const address of states.keys()) if (!addresses.has(address)) states.delete(address);
-  for (const row of rows) tell(row);
+  for (const row of rows) announceChange(row);
   keyed(byId("other-list"), rows, (row) => row.address, () => element("li", {}, element("article", { class: "node" },
     element("div", { class: "title" }, element("h4"), element("span", { class: "badge" })), element("dl"), element("p", { class: "note quiet" }))), (item, row) => {
     const [title, list, note] = item.firstElementChild.children;
@@ -47,8 +47,8 @@ export function showOthers(others) {
   });
 }
 
-// A change of a router's state is told once.
-function tell(row) {
+// A change of a router's state is announced once.
+function announceChange(row) {
   const [word] = stateOf(row);
   const before = states.get(row.address);
   states.set(row.address, word);

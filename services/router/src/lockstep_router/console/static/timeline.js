@@ -48,11 +48,11 @@ function rankLane(work, { from, to }, begin, total) {
 function showRanks(stream, parts) {
   const rows = parts.flatMap((phase, index) => phase.ranks.map((work, rank) => ({ key: `${index}.${rank}`, phase, rank, work })));
   byId("rank-table").hidden = !rows.length;
-  const told = ({ ranks }) => ranks.prefill.length + ranks.decode.length > 0;
-  const silent = stream.attempts.filter((attempt) => attempt.ended_at !== null && !told(attempt)).map((attempt) => shown(attempt.worker));
+  const isReported = ({ ranks }) => ranks.prefill.length + ranks.decode.length > 0;
+  const silent = stream.attempts.filter((attempt) => attempt.ended_at !== null && !isReported(attempt)).map((attempt) => shown(attempt.worker));
   setText(byId("rank-note"), [
     rows.length ? "Times are for all streams of the batch. The others wait for the rank that waits least." : "",
-    stream.attempts.some((attempt) => attempt.ended_at === null) ? "A worker tells of its ranks when the attempt has ended." : "",
+    stream.attempts.some((attempt) => attempt.ended_at === null) ? "A worker reports its ranks when the attempt has ended." : "",
     silent.length ? `Nothing is known from ${silent.join(", ")}.` : "",
   ].filter(Boolean).join(" "));
   keyed(byId("rank-rows"), rows, ({ key }) => key, () => element("tr", {}, element("th", { scope: "row" }), element("td"),

@@ -32,7 +32,7 @@ export function showTopology(state) {
   showRouter(state);
   const keys = new Set(state.workers.map((worker) => worker.target ?? worker.id));
   for (const key of states.keys()) if (!keys.has(key)) states.delete(key);
-  for (const worker of state.workers) tell(worker);
+  for (const worker of state.workers) announceChange(worker);
   keyed(byId("workers"), state.workers, (worker) => worker.target ?? worker.id, makeWorker, updateWorker);
   draw();
 }
@@ -56,8 +56,8 @@ function showRouter(state) {
   ]);
 }
 
-// A change of a worker's state is told once.
-function tell(worker) {
+// A change of a worker's state is announced once.
+function announceChange(worker) {
   const key = worker.target ?? worker.id;
   const before = states.get(key);
   const now = { life: `${worker.state} ${worker.epoch}`, slow: worker.slow_rank };
@@ -103,7 +103,7 @@ function updateWorker(item, worker) {
     ...(hits ? [["Prefix hits", hits]] : []),
   ]);
   keyed(ranks, worker.ranks, (rank) => rank.rank, () => element("li", { class: "badge" }), (child, rank) => {
-    // Nobody knows what the ranks of a lost worker do.
+    // What the ranks of a lost worker do is unknown.
     const isSlow = kind !== "bad" && rank.rank === worker.slow_rank;
     setKind(child, isLost ? "wait" : isSlow ? "warn" : rank.state === "ready" ? "good" : rank.state === "dead" ? "bad" : "warn");
     setText(child, `rank ${rank.rank} ${isLost ? "was " : ""}${rank.state}${isSlow ? ", slow" : ""}, ${count(rank.steps)} steps`);
@@ -186,13 +186,13 @@ export function draw() {
 }
 
 function arc(from, to, area) {
-  const beside = Math.abs(from.top - to.top) < 40;
+  const isSideBySide = Math.abs(from.top - to.top) < 40;
   const isUp = to.top < from.top;
-  const start = beside ? { x: from.left + from.width / 2, y: from.top } : { x: from.right - 24, y: isUp ? from.top : from.bottom };
-  const end = beside ? { x: to.left + to.width / 2, y: to.top } : { x: to.right - 24, y: isUp ? to.bottom : to.top };
-  const bend = beside ? -36 : 0;
+  const start = isSideBySide ? { x: from.left + from.width / 2, y: from.top } : { x: from.right - 24, y: isUp ? from.top : from.bottom };
+  const end = isSideBySide ? { x: to.left + to.width / 2, y: to.top } : { x: to.right - 24, y: isUp ? to.bottom : to.top };
+  const bend = isSideBySide ? -36 : 0;
   const [sx, sy, ex, ey] = [start.x - area.left, start.y - area.top, end.x - area.left, end.y - area.top];
-  const line = beside ? `M ${sx} ${sy} C ${sx} ${sy + bend}, ${ex} ${ey + bend}, ${ex} ${ey}` : `M ${sx} ${sy} L ${ex} ${ey}`;
+  const line = isSideBySide ? `M ${sx} ${sy} C ${sx} ${sy + bend}, ${ex} ${ey + bend}, ${ex} ${ey}` : `M ${sx} ${sy} L ${ex} ${ey}`;
   return [shape("path", { class: "flight", d: line }), shape("circle", { class: "flight-end", cx: ex, cy: ey, r: 5 })];
 }
 

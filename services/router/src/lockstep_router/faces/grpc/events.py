@@ -58,7 +58,7 @@ def token_event(reading: Reading, event: Event, begin: int) -> inference_pb2.Gen
     for part in delta.parts:
         _add_part(message, part)
     if is_finished and all(event.position.finished):
-        # A client that loses its router here needs nobody to tell it the usage.
+        # A client that loses its router here has the usage already.
         message.final_usage.CopyFrom(_usage(reading.usage))
     return message
 

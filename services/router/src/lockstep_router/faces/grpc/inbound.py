@@ -60,7 +60,7 @@ class Inbound:
 
         Args:
             context: of the call.
-            sender: names who sends it: a tenant, or an address.
+            sender: names its sender: a tenant, or an address.
             is_short: the message has a few bytes, so it needs not wait for room.
 
         Raises:

@@ -105,7 +105,7 @@ def _options(settings: RouterSettings) -> tuple[tuple[str, Any], ...]:
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
-        # Windows do not grow, so that data which nobody reads takes little memory.
+        # Windows do not grow, so that data which no call reads takes little memory.
         ("grpc.http2.bdp_probe", 0),
         *(ages if age_s else ()),
     )

@@ -102,7 +102,7 @@ class _Wanted:
 
 
 class _Progress:
-    """One call: who sends it, and what it has come to."""
+    """One call: its sender, and how far it has come."""
 
     def __init__(self, endpoint: str, requests: Any, context: grpc.aio.ServicerContext, router: Router) -> None:
         self.endpoint = endpoint
@@ -116,7 +116,7 @@ class _Progress:
         self.is_unwanted = False
         """Whether the stream ends with the call."""
         self.owner: str | None = None
-        """Names who may resume the stream, once there is one."""
+        """Names the owner, who may resume the stream, once there is one."""
 
     @property
     def sender(self) -> str:

@@ -1,4 +1,4 @@
-"""Messages of chat answers with reasoning and tool calls beside their text: whole, and what is new in a chunk."""
+"""Messages of chat answers with reasoning and tool calls besides their text: complete, or the new part for a chunk."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -84,6 +84,6 @@ def _extras(event: Event, reading: Reading) -> Body:
         return {}
     extras = inexact_mark(is_inexact=event.delta.index in reading.inexact_choices)
     if reading.record.style.include_usage and all(event.position.finished):
-        # A client that loses its router here needs nobody to tell it the usage.
+        # A client that loses its router here has the usage already.
         extras = {"lockstep": {**extras.get("lockstep", {}), "usage": usage_body(reading.usage)}}
     return extras

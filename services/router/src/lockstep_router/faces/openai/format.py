@@ -142,7 +142,7 @@ class Collected:
 
 @dataclass(slots=True)
 class Head:
-    """The fields that all bodies of one answer share. Nobody changes one."""
+    """The fields that all bodies of one answer share. Not changed after construction; not frozen, for speed."""
 
     id: str
     model: str

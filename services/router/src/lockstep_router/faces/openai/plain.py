@@ -120,7 +120,7 @@ _SEEDS = range(-(1 << 63), 1 << 64)
 
 
 def decode(decoder: msgspec.json.Decoder[Plain], body: bytes | bytearray, max_values: int) -> Plain | None:
-    """A body in its plain form; None: only the general way can tell what it is.
+    """A body in its plain form; None: only the general way can decide what it is.
 
     Args:
         decoder: of the endpoint's type.

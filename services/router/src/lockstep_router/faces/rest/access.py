@@ -30,7 +30,7 @@ logger = logging.getLogger("lockstep.router")
 
 _QUIET_ENDPOINTS = frozenset({"/healthz", "/readyz"})
 """Endpoints that probes request every few seconds: logged at debug level. Load balancers send no keys, so these need
-none; they tell nothing but whether the router serves.
+none; they show nothing but whether the router serves.
 """
 
 _DEBUG_ENDPOINTS = _QUIET_ENDPOINTS | {files.ROUTE}

@@ -34,7 +34,7 @@ async def answer(
         style: how the answer is written.
         record: of the request.
         client: gets the answer.
-        has_event_ids: whether the events of a stream have ids. Nobody can come back to it, so few clients want them.
+        has_event_ids: whether the events of a stream have ids. No client can come back to it, so few want them.
 
     Raises:
         LockstepError: nothing has been written yet.
@@ -97,9 +97,9 @@ _NO_MARK: Body = {}
 
 
 class _Events:
-    """An answer as server-sent events. Nobody can come back to it, so by default events have no ids, as those of other
-    servers of this API: some of their clients take nothing but data. If the client asked for ids, an event's id is the
-    request's id and its choice's number of tokens so far.
+    """An answer as server-sent events. No client can come back to it, so by default events have no ids, like those of
+    other servers of this API: some of their clients take nothing but data. If the client asked for ids, an event's id
+    is the request's id and its choice's number of tokens so far.
 
     As the sink of a generation it writes events to a client that keeps up. It holds the last one back for what ends the
     answer: they come from one frame, so they are one write.

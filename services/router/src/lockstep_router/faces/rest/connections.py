@@ -284,7 +284,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.url, self.headers, self.expect_100_continue = b"", [], False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take one header. Trailers are dropped: nobody in front of the router has looked at them."""
+        """Take one header. Trailers are dropped: no proxy in front of the router has checked them."""
         if not self._awaits_headers:
             return
         headers = self.headers

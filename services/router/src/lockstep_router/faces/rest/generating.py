@@ -39,7 +39,7 @@ Answer = Callable[[Client], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What tells the two endpoints apart."""
+    """What differs between the two endpoints."""
 
     kind: str
     model: type[SamplingFields]
@@ -89,7 +89,7 @@ async def admit(record: Record, path: str, fields: Mapping[str, str]) -> None:
 
 
 def origin_of(scope: Scope, fields: Mapping[str, str], record: Record, router: Router) -> Origin:
-    """Who sends a request."""
+    """The sender of a request."""
     address, shares = scope["client"][0] if scope.get("client") else "", router.settings.anonymous_cache == "shared"
     return Origin(fields, address, record.account.tenant.name, record.trace, record.request_id, shares)
 

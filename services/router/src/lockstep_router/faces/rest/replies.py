@@ -288,7 +288,7 @@ def _watch_interval_s(keepalive_s: float, write_timeout_s: float) -> float:
 
 @functools.cache
 def _event_stream_headers(keepalive_s: float, write_timeout_s: float) -> Headers:
-    """The headers of all streams, which nobody changes: clients learn after which silence the connection is lost."""
+    """The headers of all streams, which are not changed: clients learn after which silence the connection is lost."""
     if not keepalive_s:
         return _EVENT_STREAM_HEADERS
     silence_s = keepalive_s + _watch_interval_s(keepalive_s, write_timeout_s)
@@ -344,7 +344,7 @@ class LiveReply(Response):
             await run_live(answer, client, channel, self._record)
 
     async def _run_beside(self, client: Client, receive: Receive) -> None:
-        """Run in a task beside one that reads the connection: all that ASGI knows."""
+        """Run in a task next to one that reads the connection: all that ASGI knows."""
         answering = asyncio.ensure_future(self._run(client))
         disconnect = asyncio.ensure_future(_wait_disconnect(receive))
 

@@ -1,4 +1,4 @@
-"""How one answer reaches a connection: through uvicorn's cycle of the request, and beside it.
+"""How one answer reaches a connection: through uvicorn's cycle of the request, and past it.
 
 It writes the bytes that uvicorn's `send` would write. It never reads a request and never closes a connection that
 the answer has not ended.

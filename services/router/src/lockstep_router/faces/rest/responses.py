@@ -63,7 +63,7 @@ async def _events(generation: Generation, answer_format: ResponsesFormat, record
 
 
 def _written(events: Iterable[ResponseEvent]) -> bytes:
-    """Events without ids: nobody can come back to them."""
+    """Events without ids: no client can come back to them."""
     return b"".join(named_event(event.type, "", event.data) for event in events)
 
 

@@ -51,7 +51,7 @@ _PENALTY_S = 0.01
 
 @dataclass(frozen=True)
 class Client:
-    """Who has opened the socket."""
+    """The client that has opened the socket."""
 
     headers: Mapping[str, str]
     """Of the handshake, without the API key if the router has keys."""
@@ -186,7 +186,7 @@ class Session:
             request.task.cancel()
 
     async def _cancel_key(self, key: str, record: Record, call: Call) -> None:
-        """End the request that has an idempotency key, and tell the client."""
+        """End the request that has an idempotency key, and answer the client."""
         began = time.perf_counter()
         try:
             self._identify(record)
@@ -202,7 +202,7 @@ class Session:
         await self._socket.send(messages.cancelled(key, stream))
 
     async def _run(self, request: _Request, answer: Callable[[_Request], Awaitable[None]]) -> None:
-        """Run a request; its end is told to the client, logged and counted, whatever it is."""
+        """Run a request; its end is sent to the client, logged and counted, whatever it is."""
         began = time.perf_counter()
         record, failure = request.record, None
         try:
@@ -234,7 +234,7 @@ class Session:
             await self._forget_unwanted(request)  # it may have been cancelled only now
 
     async def _forget_unwanted(self, request: _Request) -> None:
-        """End the stream of a request that nobody wants, and forget it. A second call does nothing."""
+        """End the stream of a request that its client does not want, and forget it. A second call does nothing."""
         if request.is_unwanted and request.has_stream:
             request.has_stream = False
             with suppress(LockstepError):

@@ -77,7 +77,7 @@ class SocketLimits:
 
 @dataclass(frozen=True)
 class Message:
-    """A text message that has arrived. Whoever takes it releases its memory."""
+    """A text message that has arrived. The code that takes it releases its memory."""
 
     text: bytes
     reservation: Reservation
@@ -190,7 +190,7 @@ class Socket(asyncio.Protocol):
         self._tick()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Free what the connection held, and wake up all who wait."""
+        """Free what the connection held, and wake up all that wait."""
         self._is_lost = True
         for timer in (self._resume_timer, self._tick_timer, self._close_timer):
             if timer is not None:
@@ -201,7 +201,7 @@ class Socket(asyncio.Protocol):
         self._holder.note_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse it, unless there is still a message that nobody has taken."""
+        """Parse it, unless there is still a message that was not taken."""
         self._heard_at = self._loop.time()
         self._pinged_at = None
         if self.is_open:

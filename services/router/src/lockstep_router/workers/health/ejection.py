@@ -4,8 +4,8 @@ A breaker counts faults of the server only. A lost stream is evidence against th
 another one; without that witness the stream itself may be the cause. Refusals, clients that leave or read slowly, and
 invalid requests are no faults.
 
-The rules compare a worker with the others and work from two workers on: Envoy's success rate needs five. What fails
-everywhere ejects nobody.
+The rules compare a worker with the others and work from two workers on: Envoy's success rate needs five. A fault on
+every worker ejects none.
 """
 
 import math

@@ -14,7 +14,7 @@ from lockstep_router.workers.health.suspicion import Suspicion
 
 _STEP_FLOOR_S = 0.002
 _FIRST_TOKEN_FLOOR_S = 0.1
-"""Twice the awake clock's resolution: nobody notices shorter ones."""
+"""Twice the awake clock's resolution. Clients do not notice shorter times."""
 
 _STALLED_SHARE = 0.3
 """A step that has taken this share of its own deadline is late: 1.5 s for a decode step by default."""

@@ -3,8 +3,8 @@
 A step takes longer with more streams in it, a first token longer with a longer prompt and a fuller batch. So every
 time belongs to a class of sizes, within which they differ by less than a factor of two, and is divided by the others'
 median in the same class or, if they have none, by what is usual for the worker itself. A slow worker gathers streams,
-so its batches may be larger than all others': then a bound is taken from their smaller ones. What a class cannot tell
-apart: prompts of other routers in the same step, and how much of a step is one long prompt. The median of the ratios
+so its batches may be larger than all others': then a bound is taken from their smaller ones. What a class cannot
+separate: prompts of other routers in the same step, and how much of a step is one long prompt. The median of the ratios
 and a factor well above 2 cover that.
 """
 
@@ -155,7 +155,7 @@ class Pace:
 
 
 def _bound(size: Size, references: Iterable[Mapping[Size, float]]) -> float | None:
-    """The longest time that a size may take by what the others take for other sizes, as far as one can tell: as long
+    """The longest time that a size may take by what the others take for other sizes, as far as can be said: as long
     as more work or, for sizes of one dimension, on the steepest line through the times of less work.
     """
     times = [(other, time_s) for each in references for other, time_s in each.items()]

@@ -4,8 +4,8 @@ This is a phi accrual failure detector (Hayashibara, Défago, Yared and Katayama
 silence of t seconds is phi = -log10(P(a healthy worker is silent for longer than t)), with a normal distribution
 whose mean and variance follow the measured intervals. A worker with irregular heartbeats is given more time.
 
-Times are those of the awake clock. So a router that was stopped suspects nobody, and heartbeats that it reads at once
-after a pause count as one.
+Times are those of the awake clock. So a router that was stopped suspects no worker, and heartbeats that it reads
+together after a pause count as one.
 """
 
 import math
@@ -51,7 +51,7 @@ class Suspicion:
 
     @property
     def deviation_s(self) -> float:
-        """Standard deviation of the intervals, no less than the clock can tell."""
+        """Standard deviation of the intervals, no less than the clock can measure."""
         return max(math.sqrt(self._variance), _MIN_DEVIATION * self._mean_s, self._tick_s)
 
     @property

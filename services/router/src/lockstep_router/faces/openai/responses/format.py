@@ -61,7 +61,7 @@ class ResponsesFormat:
 
     def failure(self, error: LockstepError, usage: Usage) -> list[ResponseEvent]:
         """The events of an answer that cannot go on."""
-        # An answer that may go on elsewhere is not closed: whoever resumes or repeats it gets these events there.
+        # An answer that may go on elsewhere is not closed: a client that resumes or repeats it gets these events there.
         events = [] if error.meaning.retryable else list(self._items.finish("incomplete"))
         limits = (ErrorCode.RATE_LIMIT_EXCEEDED, ErrorCode.RESOURCE_EXHAUSTED)
         code = "rate_limit_exceeded" if error.code in limits else "server_error"
