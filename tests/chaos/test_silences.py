@@ -36,7 +36,7 @@ _HANG_S = 8.0
 _STEPS = 3
 """Steps of a worker that a loaded machine may take longer: the one in progress, the plan in flight, the way back."""
 _LOST_AT_ONCE = {"link_lost", "restarting", "worker_lost", "new_epoch"}
-"""Reasons of a stream that left because the router was told, or its connection ended: no deadline had to pass."""
+"""Reasons of a stream that left because the router got a report, or its connection ended: no deadline had to pass."""
 
 
 def request(number: int) -> StreamRequest:

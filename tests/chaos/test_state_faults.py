@@ -1,5 +1,5 @@
-"""The state server, or its Redis, fails in every way while clients stream through a router: nobody gets an error or a
-wrong token, nobody waits for it long, and mirroring goes on by itself afterwards.
+"""The state server, or its Redis, fails in every way while clients stream through a router: no client gets an error
+or a wrong token, none waits for it long, and mirroring goes on by itself afterwards.
 
 Times until the first token are judged by their ratio to those of the same load just before and just after the fault.
 On a calm machine the promise is +5 % at most for the 99th percentile of some hundred streams (`--phase-streams 500`),
@@ -164,7 +164,7 @@ class Seen:
 
     @property
     def holds(self) -> bool:
-        """Nobody waited for the state server once the breaker was open, and that was soon.
+        """No request waited for the state server once the breaker was open, and that was soon.
 
         The breaker opens with the third request that fails, and a slow machine has fewer requests in the same time.
         """

@@ -84,7 +84,7 @@ def served(namespaces: Namespaces, registry: str, report: Report) -> Iterator[In
 
 @pytest.fixture(scope="session")
 def open_served(namespaces: Namespaces, registry: str) -> Iterator[Installation]:
-    """A second release beside it, small, without NetworkPolicies."""
+    """A second release next to it, small, without NetworkPolicies."""
     values = {
         "router": {"replicas": 1},
         "modelDefaults": {"replicas": 1, "tp": 1},

@@ -97,7 +97,7 @@ class Visitor:
         return json.loads(self.kubectl.run("exec", *self.command(script, **given), timeout_s=within_s))
 
     def starts(self, script: str, **given: Any) -> subprocess.Popen[str]:
-        """A script of `inside` that runs beside the test."""
+        """A script of `inside` that runs during the test."""
         return self.kubectl.start("exec", *self.command(script, **given))
 
     def command(self, script: str, **given: Any) -> list[str]:
@@ -153,7 +153,7 @@ def ended(pod: Json) -> Json:
 
 
 def resources(kubectl: Kubectl) -> set[str]:
-    """Every object in the namespace, beside those that Kubernetes keeps itself and Events."""
+    """Every object in the namespace, besides those that Kubernetes keeps itself and Events."""
     kinds = kubectl.run("api-resources", "--verbs=list", "--namespaced", "-o", "name").split()
     kept = [kind for kind in kinds if not kind.startswith(("events", "pods.metrics", "packagemanifests"))]
     names = kubectl.run("get", ",".join(kept), "--ignore-not-found", "-o", "name").split()

@@ -33,7 +33,7 @@ def targets(installation: Installation, component: str, *ports: int) -> list[tup
 
 
 def listening(installation: Installation, component: str) -> set[int]:
-    """The ports at which pods of a component listen, as their kernels tell."""
+    """The ports at which pods of a component listen, as their kernels report."""
     pods = of(installation.release.pods(), component)
     inside = [Insider(installation.kubectl, pod.name, CONTAINERS[component]) for pod in pods]
     return {port for each in inside for port in each.runs("listening")}

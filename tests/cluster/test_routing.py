@@ -35,7 +35,7 @@ VALUES = {
     "modelDefaults": {"replicas": 1, "tp": 1},
     "router": {
         "replicas": 1,
-        # Nobody uses these routers while they end.
+        # No client uses these routers while they end.
         "preStopSleepSeconds": 0,
         "settings": {
             "policy": "sticky",
@@ -116,7 +116,7 @@ def ignores_sessions(seen: Seen) -> None:
 
 
 def prefix_aware(seen: Seen) -> None:
-    """As `hybrid` for short prompts. Who asks about a document goes where it is cached, whatever the session."""
+    """As `hybrid` for short prompts. A request about a document goes where it is cached, whatever the session."""
     follows_its_session(seen)
     assert seen["together"] == [LARGE] * 4 + [SMALL] * 2
     assert len(set(seen["document"])) == 1

@@ -1,4 +1,4 @@
-"""A release with a state server: who reaches it and its Redis, and streams that another router continues.
+"""A release with a state server: what reaches it and its Redis, and streams that another router continues.
 
 LOCKSTEP_REDIS_IMAGE names an image with redis-server; without it the release has the memory backend alone.
 """

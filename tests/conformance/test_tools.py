@@ -51,7 +51,7 @@ ASK: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """A system whose model is told of tools in plain text."""
+    """A system whose model gets tools in plain text."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_MODEL_TOOL_FORMATS", f"{MODEL}=json")
         with Stack(StackSettings(str(REFERENCE), workers=1, threads=1, device="cpu")) as running:

@@ -246,7 +246,7 @@ def test_whatever_scrolls_is_reached_by_keyboard(served, open_page):
 
 @pytest.fixture
 def two_routers(browser, tmp_path):
-    """Two routers, of which the first shows the second, and one that nobody can reach."""
+    """Two routers, of which the first shows the second, and one that cannot be reached."""
     with contextlib.ExitStack() as stack:
         directories = [tmp_path / name for name in ("first", "second")]
         for directory in directories:

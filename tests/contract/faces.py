@@ -137,7 +137,7 @@ class Face(Protocol):
     """One client of one face."""
 
     def ask(self, kind: str, body: Body, key: str | None = None, name: str = "") -> AsyncIterator[Answer]:
-        """The answer so far, again and again; `name` is an idempotency key. Who leaves the iteration leaves the answer.
+        """The answer so far, again and again; `name` is an idempotency key. Leaving the iteration leaves the answer.
 
         Raises:
             FailureError: the request has failed.

@@ -17,7 +17,7 @@ RESTARTING = worker_pb2.WORKER_STATE_RESTARTING
 SAMPLINGS = pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9}], ids=["greedy", "seeded"])
 
 MANY_TOKENS = 120
-"""Of a stream that is to be disturbed: it must not end before."""
+"""Of a stream that will be disturbed: it must not end before."""
 HEARTBEAT_TIMEOUT_S = 1.5
 """Routers treat a worker as silent after this time without a frame."""
 

@@ -112,7 +112,7 @@ class Nvml:
 
 
 class Readings:
-    """What a `FileNvml` of another process tells, by a file: attributes of `Nvml`. Its events are all of its life."""
+    """What a `FileNvml` of another process answers, by a file: attributes of `Nvml`. Its events are all of its life."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -127,7 +127,7 @@ class Readings:
 
 
 class FileNvml(Nvml):
-    """Tells what a file says. It waits for events as long as it is told to, as NVML does."""
+    """Answers with what a file says. It waits for events as long as the caller asks, as NVML does."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

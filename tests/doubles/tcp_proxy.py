@@ -57,7 +57,7 @@ class TcpProxy:
         return self._server.sockets[0].getsockname()[1]
 
     def silence(self):
-        """Nothing passes any more, and nobody is told."""
+        """Nothing passes any more, and neither side learns it."""
         self._passes.clear()
 
     def pass_on(self):

@@ -42,7 +42,7 @@ def jaeger_program() -> Path | None:
 
 
 class Jaeger:
-    """What a running Jaeger has got, as its query API tells it."""
+    """What a running Jaeger has got, as its query API shows it."""
 
     def __init__(self, address: str, query: str) -> None:
         self.address = address

@@ -132,7 +132,7 @@ def debug_bundle(path: Path, *arguments: str) -> tuple[str, dict[str, bytes]]:
 
 
 def sentence(notes: str) -> str:
-    """The one line that a refused command prints, beside what has become ready until then."""
+    """The one line that a refused command prints, besides what has become ready until then."""
     lines = [line for line in notes.splitlines() if not line.startswith("✓")]
     assert len(lines) == 1, lines
     return lines[0]

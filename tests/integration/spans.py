@@ -66,7 +66,7 @@ def check_edges(spans: Sequence[Received], lost: Collection[str] = ()) -> None:
     by_id = {span.span_id: span for span in spans}
     for span in spans:
         if span.name == "request":
-            # A client that comes back is below the one that began, who may have gone before.
+            # A client that comes back is below the one that began, which may have gone before.
             began = by_id[span.parent_id].name if span.parent_id in by_id else ""
             is_child = began == "request" or span.parent_id in lost
             assert is_child if span.attributes["lockstep.resumed"] else span.parent_id == CALLERS_SPAN

@@ -360,7 +360,7 @@ def test_a_router_that_is_not_there_and_its_files(
 
 @contextmanager
 def asking(port: int) -> Iterator[Callable[[], None]]:
-    """Sends a request that is counted; nobody serves it, so it is not waited for."""
+    """Sends a request that is counted; no worker serves it, so it is not waited for."""
     with httpx.Client(timeout=2.0, trust_env=False, verify=False) as client:
 
         def ask() -> None:

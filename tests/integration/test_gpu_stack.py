@@ -38,7 +38,7 @@ LOST = 79
 
 @pytest.fixture(scope="module")
 def readings(private_tmp: Path) -> Readings:
-    """What NVML tells the worker."""
+    """What NVML reports to the worker."""
     return Readings(private_tmp / "readings")
 
 
@@ -147,7 +147,7 @@ def take_leases(server: State) -> grpc.StatusCode:
 def test_each_query_that_the_other_stack_has_no_data_for_returns_some(
     readings: Readings, state: tuple[State, str], prometheus: Prometheus
 ) -> None:
-    """A GPU is lost, and the state server has no room for a lease beside the streams that run."""
+    """A GPU is lost, and the state server has no room for a lease besides the streams that run."""
     lose(readings, GPUS[1])
     server, _ = state
     server.fill("large", RECORD_BYTES)

@@ -102,7 +102,9 @@ def test_the_next_turn_on_another_worker_takes_its_prefix_from_the_state_server(
     for attempt in range(_TRIES):
         first = story(f"Story {attempt}.")
         answer, _ = ask(system, one, first)
-        time.sleep(0.1 * 2**attempt)  # blocks are stored behind the answer; who asks too early computes what is missing
+        time.sleep(
+            0.1 * 2**attempt
+        )  # blocks are stored behind the answer; a worker that asks too early computes what is missing
         second = f"{first}{answer} And then, in the morning,"
         text, cached = ask(system, other, second, headers(attempt + 1))
         assert text == ask(system, one, second)[0]
@@ -139,7 +141,7 @@ def story(name: str) -> str:
 def test_a_conversation_moves_with_stateless_routing_and_takes_its_prefix_along(
     stateless: System, receiver: Collector
 ) -> None:
-    """All turns have one session, which decides nothing; whoever serves a turn gives the same answer."""
+    """All turns have one session, which decides nothing; each worker gives the same answer to a turn."""
     for attempt in range(_TRIES):
         number = 100 + attempt
         first = story(f"Night {number}.")
@@ -160,7 +162,7 @@ def test_a_conversation_moves_with_stateless_routing_and_takes_its_prefix_along(
 
 
 def check_fetch(receiver: Collector, number: int, cached: int) -> None:
-    """The trace of the request has its fetches below its wait, with what came, and who sent it."""
+    """The trace of the request has its fetches below its wait, with what came, and its sender."""
     wait_for(lambda: named(spans_of(receiver, number), "request"), "the request's span has come")
     # A span of a worker that ended before this one has come, too.
     wait_for(lambda: named(spans_of(receiver, number), "decode"), "the worker's spans have come")

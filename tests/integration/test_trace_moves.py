@@ -89,7 +89,7 @@ def has_ended(slow: Slow, number: int) -> object:
 
 
 def test_a_drain_moves_what_does_not_end_in_its_time(slow: Slow) -> None:
-    """Of two streams of a worker that is told to end one finishes there, and the other one on the other worker."""
+    """Of two streams of a worker that drains one finishes there, and the other one on the other worker."""
     slow.system.until_idle(_PATIENCE_S)
     with slow.steps(), begun(slow.system.url, 1, MOVES) as (_, long):
         worker = slow.system.serving(_PATIENCE_S)

@@ -55,7 +55,7 @@ def prometheus(targets: dict[str, dict[str, str]], tmp_path_factory: pytest.Temp
 
 
 def test_routers_that_fill_the_same_queues(systems: list[System], prometheus: Prometheus) -> None:
-    """Each router knows of the other's requests only what a status tells, so both take the same place in a queue."""
+    """Each router knows of the other's requests only what a status says, so both take the same place in a queue."""
     with ExitStack() as clients:
         for system in systems:
             clients.enter_context(Clients(system, 16, 20))

@@ -168,7 +168,7 @@ def with_runs(runs):
 
 
 class RunsThatRepeatAToken(Runs):
-    """Who comes back gets the last token again."""
+    """A client that comes back gets the last token again."""
 
     step = -1
 
@@ -330,7 +330,7 @@ def _changed(update, **fields):
 
 
 def accept_stale_epochs():
-    """Every frame but Hello says the newest epoch that was seen: routers cannot tell old ones."""
+    """Every frame but Hello says the newest epoch that was seen: routers cannot recognize old ones."""
     newest = {}
 
     def relabel(frame):

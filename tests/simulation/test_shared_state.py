@@ -58,7 +58,7 @@ class StateThatDoesNotFence(MemoryBackend):
 
 
 class StateThatRepeatsAToken(MemoryBackend):
-    """Who takes a stream gets its last token twice."""
+    """A router that takes a stream gets its last token twice."""
 
     async def read(self, key, take=None):
         stored = await super().read(key, take)

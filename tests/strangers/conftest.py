@@ -62,7 +62,7 @@ def scripted(urls: dict[str, str]) -> str:
 
 
 def pytest_report_header() -> list[str]:
-    """Who the strangers are."""
+    """The versions of the tested clients of others."""
     versions = (f"{name} {_version(name)}" for name in ("litellm", "langchain-openai", "instructor", "openai"))
     return [f"strangers: {', '.join(versions)}", f"systems run with {_PYTHON}, tests with {sys.executable}"]
 

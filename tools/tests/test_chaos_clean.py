@@ -47,7 +47,7 @@ def run_killed(cluster: Path, experiment: str, at: str, scope: str) -> None:
     started = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, start_new_session=True
     )
-    assert started.wait(60) == -signal.SIGKILL, "it ended before the command at which it was to be killed"
+    assert started.wait(60) == -signal.SIGKILL, "it ended before the command at which it should be killed"
     wait_until(lambda: not orphans(cluster), "its scripts end")
 
 

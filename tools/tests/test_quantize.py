@@ -148,7 +148,7 @@ def test_a_head_is_written_in_8_bits_beside_the_embedding(tmp_path, name, scheme
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_the_engine_computes_the_head_that_was_written(tmp_path, name):
-    """In 4 bits beside it; the logits are those of a float head with the same values."""
+    """In 4 bits next to it; the logits are those of a float head with the same values."""
     path, _ = make(name, tmp_path)
     model = model_of(path)
     kinds = {

@@ -68,7 +68,7 @@ class FakeRouter:
     tells_usage: bool = True
     """Whether the last finish has the usage that follows it."""
     max_silence: str = ""
-    """What it tells of the silence of its streams."""
+    """What it says of the silence of its streams."""
     line_end: str = "\n"
     refusals: list = field(default_factory=list)
     """Responses (status, headers, body) for the next requests."""
@@ -294,7 +294,7 @@ class Network:
 
     def __init__(self, routers, cuts=(), *, chunk_bytes=None):
         self.routers = routers
-        """By root; None: nobody listens."""
+        """By root; None: no router listens."""
         self.cuts = list(cuts)
         self.chunk_bytes = chunk_bytes
         self.clock = Clock()

@@ -163,7 +163,7 @@ async def test_silent_connection_is_resumed(make, router):
 
 async def test_connection_that_vanishes_is_noticed_by_the_missing_comment(make, router):
     router.max_silence = "0.5"
-    # It would be noticed too late without what the router tells.
+    # It would be noticed too late without the time that the router sends.
     policy = replace(POLICY, timeout_s=20.0, silence_timeout_s=600.0, keepalive_slack_s=0.5)
     with serving(router, hangs=[500]) as server:
         assert text(await make(server.url, policy=policy).stream("chat", QUESTION, **OPTIONS)) == expected()
@@ -311,7 +311,7 @@ async def test_errors_are_typed(make, router):
 
 
 async def test_names_with_several_addresses(make, router, monkeypatch):
-    """Two addresses of one name: nobody listens at the first."""
+    """Two addresses of one name: no router listens at the first."""
     with serving(router, host="127.0.0.2") as server:
         found = [
             (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, server.port)) for host in ("127.0.0.3", "127.0.0.2")

@@ -31,7 +31,7 @@ def test_failed_routers_are_avoided():
 def test_one_request_refreshes_known_addresses_and_the_others_use_them():
     clock = Clock()
     routers = Routers([f"http://{NAME.host}:{NAME.port}"], avoid_s=5.0, clock=clock, random=random.Random(1))
-    assert routers.take_stale_names() == routers.take_stale_names() == [NAME], "nobody can go on without addresses"
+    assert routers.take_stale_names() == routers.take_stale_names() == [NAME], "no request can go on without addresses"
     routers.learn(NAME, ["10.0.0.1"])
     assert routers.take_stale_names() == []
     clock.pause(11.0)

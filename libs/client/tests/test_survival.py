@@ -460,7 +460,7 @@ def test_stream_is_silent_for_as_long_as_its_router_has_reported(reported_s, cha
 def test_head_of_a_stream_comes_as_soon_as_a_comment():
     network = Network({A: FakeRouter(max_silence="2.5", resumes=False)}, [300])
     assert history(network.request(CHAT, CHAT_BODY, POLICY)) == undisturbed(CHAT)
-    # Nothing was known at first, and who resumes a stream may have to fetch it from elsewhere.
+    # Nothing was known at first, and a router that resumes a stream may have to fetch it from elsewhere.
     assert [method for _, method in network.sent] == ["POST", "GET", "POST"]
     assert network.waits == [45.0, 45.0, 7.5]
 

@@ -1,4 +1,4 @@
-"""What operators ask of the management port, who is one, and that it needs no event loop."""
+"""What operators ask of the management port, which clients are operators, and that no event loop is needed."""
 
 import asyncio
 import http.client

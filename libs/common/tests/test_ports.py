@@ -1,4 +1,4 @@
-"""Ports for servers that are started later are free, and nobody is given them meanwhile."""
+"""Ports for servers that are started later are free, and no other caller gets them meanwhile."""
 
 import socket
 import subprocess

@@ -151,7 +151,7 @@ def test_what_cannot_be_used_at_start_is_one_sentence(mounted, authority):
 
 
 def damage_curve(mounted: Mounted) -> None:
-    """Give the certificate a public key on a curve that nobody knows."""
+    """Give the certificate a public key on an unknown curve."""
     certificate = x509.load_pem_x509_certificate(Path(mounted.cert).read_bytes())
     known, unknown = bytes.fromhex("06082a8648ce3d030107"), bytes.fromhex("06082a8648ce3d030163")
     encoded = certificate.public_bytes(serialization.Encoding.DER)

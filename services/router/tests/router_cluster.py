@@ -120,7 +120,7 @@ class Cluster:
 
 
 EVENT_IDS = {"X-Lockstep-Event-IDs": "true"}
-"""Header of a request whose events have ids, though nobody can come back to them."""
+"""Header of a request whose events have ids, though no client can come back to them."""
 
 
 def events_of(response):

@@ -139,7 +139,7 @@ class ScriptedWorker:
     queue_wait_s: float = 0.0
     queue_waits_s: dict = field(default_factory=dict)
     paces: tuple = ((0.0, 0.0), (0.0, 0.0))  # of each rank: what a step computes, and its collectives, in s
-    works: dict = field(default_factory=dict)  # of each phase: what each rank does in it, told at an attempt's end
+    works: dict = field(default_factory=dict)  # of each phase: what each rank does in it, reported at an attempt's end
     queue_wait_per_request_s: float = 0.0
     step_deadline_s: float = 0.0
     on_start: Callable = lambda submit, waiting: None
@@ -192,7 +192,7 @@ class ScriptedWorker:
         self.max_seqs, self.seats = max_seqs, Seats(max_seqs)
 
     async def kill(self):
-        """As SIGKILL looks from outside: every connection is reset and nobody listens."""
+        """As SIGKILL looks from outside: every connection is reset and no process listens."""
         server, self._server = self._server, None
         if server is not None:
             self.break_connections()
@@ -228,7 +228,7 @@ class ScriptedWorker:
             connection.outbox.put_nowait(self.status(connection.received))
 
     def change_prefixes(self, added=(), removed=()):
-        """Gain and lose cached blocks, and tell the routers that want to know."""
+        """Gain and lose cached blocks, and report it to the routers that ask."""
         for key in removed:
             self.cached.pop(key, None)
         self.cached |= dict.fromkeys(added)

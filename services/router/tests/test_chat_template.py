@@ -1,4 +1,4 @@
-"""Chat templates: what transformers knows beside Jinja, what cannot be compiled, bounds on time and memory."""
+"""Chat templates: what transformers knows besides Jinja, what cannot be compiled, bounds on time and memory."""
 
 import logging
 import tracemalloc

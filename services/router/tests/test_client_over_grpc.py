@@ -358,7 +358,7 @@ async def test_connection_that_vanishes_is_noticed_and_its_stream_resumed(make_c
     cluster = await make_cluster(keepalive_interval_s=0.2)
     for worker in cluster.workers:
         worker.script = Script(delay_s=0.01)
-    # Without what tells that a router lives, it would be noticed after ten minutes.
+    # Without the checks that a router lives, it would be noticed after ten minutes.
     policy = replace(POLICY, silence_timeout_s=600.0, probe_after_s=0.3, keepalive_slack_s=0.3, connect_timeout_s=1.0)
     async with cluster.over_grpc(), cluster.over_http() as http:
         port = http.base_url.port if scheme == "http" else int(cluster.grpc_address.rpartition(":")[2])

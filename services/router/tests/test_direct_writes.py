@@ -57,7 +57,7 @@ def written(monkeypatch, pushed):
 
 
 def set_open(monkeypatch, is_open):
-    """Decide anew for each write whether the channel is open."""
+    """Decide again for each write whether the channel is open."""
     really = ResponseChannel.is_open.fget
     monkeypatch.setattr(ResponseChannel, "is_open", property(lambda self: is_open() and really(self)))
 

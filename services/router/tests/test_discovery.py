@@ -247,7 +247,7 @@ async def test_that_there_is_no_worker_is_known_from_the_first_answer_on_and_unk
         assert heard.sets == []
         api.list_status = 200
         await eventually(lambda: heard.report.lists_none)
-        assert heard.sets == [frozenset()], "whoever waits for it is woken"
+        assert heard.sets == [frozenset()], "its waiters are woken"
         await eventually(lambda: api.watches)
         api.put(endpoint_slice("a", endpoint("10.0.0.1", "w-0")))
         await eventually(lambda: heard.workers)

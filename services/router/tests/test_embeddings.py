@@ -234,7 +234,7 @@ async def test_generations_and_embeddings_share_a_worker(embedder):
 
 
 async def test_the_official_client(embedder):
-    # It asks for base64 unless it is told otherwise, and decodes it itself.
+    # It asks for base64 unless it is set otherwise, and decodes it itself.
     async with embedder.over_http() as http:
         client = openai.AsyncOpenAI(base_url=f"{str(http.base_url).rstrip('/')}/v1", api_key="k", max_retries=0)
         answer = await client.embeddings.create(model="reference", input=["one", "two"])

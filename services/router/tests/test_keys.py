@@ -1,4 +1,4 @@
-"""With a file of keys nobody gets anything without a valid key, and keys change without a restart."""
+"""With a file of keys no client gets anything without a valid key, and keys change without a restart."""
 
 import asyncio
 import contextlib

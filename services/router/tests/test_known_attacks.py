@@ -1,4 +1,4 @@
-"""Attacks by which other servers were hurt: `tests/README.md` has the list, and who tests the rest."""
+"""Attacks that have hurt other servers: `tests/README.md` has the list, and where the others are tested."""
 
 import asyncio
 

@@ -239,7 +239,7 @@ async def test_key_waives_no_limit_where_it_joins_no_answer(limited, path, limit
         await eventually(lambda: cluster.router.streams == 1)
     else:
         assert (await running).status_code == 200
-    # The body is wrong: who gets an error about it was let in to send it.
+    # The body is wrong: a client that gets an error about it was let in to send it.
     wrong, with_key = {"model": 5}, bearer(KEY) | {"Idempotency-Key": "k"}
     response = await cluster.client.post(path, json=wrong, headers=with_key)
     if PATHS[path]:

@@ -89,7 +89,7 @@ async def test_growing_streams_take_the_room_of_finished_ones(store):
 
 
 async def test_tenants_share_the_room_evenly(store):
-    """Whoever comes later gets its share of what the greedy one has; the greedy one gets no more of it back."""
+    """A tenant that comes later gets its share of what the greedy one has; the greedy one gets no more of it back."""
     for n in range(4):
         await finish(store, f"r-{n}", tenant="greedy")
     await finish(store, "r-4", tenant="late")

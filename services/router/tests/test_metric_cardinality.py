@@ -96,7 +96,7 @@ def tenants(of):
 
 @pytest.mark.slow
 async def test_ten_thousand_sessions_tenants_and_unknown_models_make_no_series(make_cluster, tmp_path):
-    """Some tenants have series of their own, and share them out anew once a minute; sessions never have."""
+    """Some tenants have series of their own, and share them out again once a minute; sessions never have."""
     keys = [f"lsk-of-tenant-{number:032}" for number in range(ACCEPTED)]
     entries = [tenant(f"t{number}", key) for number, key in enumerate(keys)]
     text = json.dumps({"tenants": entries}, separators=(",", ":"))  # with spaces the file would be too large

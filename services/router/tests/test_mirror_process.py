@@ -69,7 +69,7 @@ async def test_streams_are_served_while_the_server_is_away_and_mirrored_when_it_
             await store.claim(f"tenant/more-{n}", Claim(f"t-{n}", b""))
             waits.append(time.monotonic() - began)
             await asyncio.sleep(0.01)
-        assert sorted(waits)[90] < 0.1, "nobody waits for a call, which may take half a second"
+        assert sorted(waits)[90] < 0.1, "no request waits for a call, which may take half a second"
         await eventually(lambda: store.client.mirror.is_open)
         assert await store.look_up("r-9", "tenant") is None
         if fault == "stopped":

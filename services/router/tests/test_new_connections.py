@@ -1,4 +1,4 @@
-"""New connections are accepted beside a full load: some in each turn of the event loop, never all of a burst in one."""
+"""New connections are accepted under a full load: some in each turn of the event loop, never all of a burst in one."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,7 @@ async def test_new_clients_are_served_beside_many_that_ask_again_at_once(cluster
 
 @contextlib.contextmanager
 def waiting(count):
-    """A socket on which so many clients have connected that nobody has accepted yet; and the clients."""
+    """A socket on which so many clients have connected that were not accepted yet; and the clients."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=count))
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""The other routers in the console: what each tells, and answers that are late, too large or none of a router."""
+"""The other routers in the console: what each answers, and answers that are late, too large or none of a router."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ def settings_of(*routers, **more):
 
 @contextlib.asynccontextmanager
 async def router(view, tls=None):
-    """The management port of a router that tells this; yields its address."""
+    """The management port of a router that answers this; yields its address."""
     reports = Reports(unready=lambda: None, views={files.ROUTER: view})
     async with managed("127.0.0.1", 0, reports, liveness_timeout_s=60, tls=tls) as port:
         yield f"127.0.0.1:{port}"

@@ -166,7 +166,7 @@ async def test_none_outlives_the_parent(tmp_path):
 
 
 def _runs(pid):
-    """Whether a process runs; one that nobody waits for has ended too."""
+    """Whether a process runs; one whose parent has not waited for it has ended too."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"
@@ -318,7 +318,7 @@ async def test_process_that_cannot_be_started_is_tried_again(monkeypatch, caplog
 
 async def test_process_that_has_ended_is_not_asked_to(monkeypatch):
     class Ended:
-        """Of a process that has ended before it read its settings, and that nobody has waited for."""
+        """Of a process that has ended before it read its settings, and whose parent has not waited for it."""
 
         stdout = asyncio.StreamReader()
         pid = 1

@@ -1,4 +1,4 @@
-"""Many readers of streams: nobody's keep others from theirs."""
+"""Many readers of streams: those of one owner do not keep others from theirs."""
 
 import contextlib
 

@@ -198,7 +198,7 @@ async def test_failure_of_a_response_is_the_same_for_all(thinking, code, closers
     failed = json.loads(found[0][-1].data)["response"]
     assert failed["lockstep"] == {"code": code.value}
     assert [each.type.rpartition(".")[2] for each in found[0][-1 - closers : -1]] == ["done"] * closers
-    assert len({each.event_id for each in found[0][-2 - closers :]}) == 1, "nobody has a part of a failure"
+    assert len({each.event_id for each in found[0][-2 - closers :]}) == 1, "no client has a part of a failure"
 
 
 # Over the faces.

@@ -1,4 +1,4 @@
-"""A client that comes back when it was told to does not come too early: the time is never rounded down."""
+"""A client that comes back after `Retry-After` does not come too early: the time is never rounded down."""
 
 import json
 

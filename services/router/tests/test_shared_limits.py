@@ -149,7 +149,7 @@ async def test_the_password_comes_from_a_file_and_is_nowhere_else(tmp_path, rout
 
 
 class Failing:
-    """A storage that fails, or answers when it is told."""
+    """A storage that fails, or answers when the test says so."""
 
     def __init__(self):
         self.error = None

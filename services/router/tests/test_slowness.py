@@ -79,7 +79,7 @@ def test_habit_is_learnt_slowly_and_not_while_slow():
     for _ in range(1000):
         pace.note((1,), 1.0, 0.0, is_usual=False)
     assert pace.habits() == {(1,): pytest.approx(0.01)}
-    assert pace.ratio([], 0.0) == pytest.approx(100.0), "nobody else to compare with"
+    assert pace.ratio([], 0.0) == pytest.approx(100.0), "no other worker to compare with"
     assert pace.ratio([{(1,): 1.0}], 0.0) == 1.0, "all are slow"
     pace.forget()
     assert pace.ratio([], 0.0) is None

@@ -1,4 +1,4 @@
-"""The token that stops an answer counts, and is no part of its text, whoever gives the text."""
+"""The token that stops an answer counts, and is no part of its text, whichever part of the router gives the text."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A stream that makes its workers die is found and quarantined, and the streams beside it are spared."""
+"""A stream that makes its workers die is found and quarantined, and the streams that ran with it are spared."""
 
 import asyncio
 import math
@@ -347,7 +347,7 @@ async def test_streams_of_other_routers_on_a_worker_that_cannot_tell_what_it_ran
     assert deaths == [True] * 9
 
 
-# What a worker tells of its death.
+# What a worker reports of its death.
 
 NONE, SUSPECTED, ON_TRIAL = worker_pb2.Suspicion.values()
 

@@ -362,7 +362,7 @@ async def test_delete_ends_a_stream_of_another_router(sharing, routers):
         await leave_after(client, LONG, 2, **{"idempotency-key": "mine"})
         await mirrored(first)
         headers = {"idempotency-key": "mine"}
-        # Clients without an API key are told apart by their address, here that of the client in the same process.
+        # Clients without an API key differ by their address, here that of the client in the same process.
         assert (await second.client.delete("/v1/streams", headers=headers)).status_code == 200
         await eventually(lambda: first.router.runs.running == 0)
 
@@ -497,7 +497,7 @@ async def test_continued_stream_ends_when_nobody_comes_back(sharing):
         assert (await resume(cluster.client, stream_id)).status_code == 404
 
 
-# Who may, and what may not.
+# Which clients may take a stream, and which streams may not be taken.
 
 
 async def test_foreign_unknown_and_expired_streams_look_alike(sharing, tmp_path):
@@ -516,7 +516,7 @@ async def test_foreign_unknown_and_expired_streams_look_alike(sharing, tmp_path)
         await resume(second.client, "r-" + "0" * 32, **mine),
         await resume(second.client, "x" * 3000, **mine),
     ]
-    assert first.router.runs.running == 1, "nobody has ended it"
+    assert first.router.runs.running == 1, "it was not ended"
     slow(sharing, 0.0)
     rest = await resume(second.client, stream_id, before[-1][0], **mine)
     assert text_of(before + events_of(rest)) == first.undisturbed("hello world", 7, 100)

@@ -1,4 +1,4 @@
-"""Tools and reasoning in chat completions: what the model is told, and what is made of its answer."""
+"""Tools and reasoning in chat completions: what the model gets, and what is made of its answer."""
 
 import pytest
 from lockstep_router.faces.openai.json_structure import MAX_DEPTH

@@ -304,7 +304,7 @@ async def test_a_client_that_finds_no_stream_has_a_trace_of_its_own(make_cluster
 
 
 async def test_a_repeated_request_has_a_trace_of_its_own_with_a_link(make_cluster):
-    """It was begun for its own sake: only who asks for a stream joins the stream's trace."""
+    """It was begun for its own sake: only a client that asks for a stream joins the stream's trace."""
     cluster = await make_cluster()
     spans = trace(cluster)
     for _ in range(2):

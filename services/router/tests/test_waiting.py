@@ -415,7 +415,7 @@ async def test_stream_that_leaves_a_draining_worker_waits_when_the_other_queues_
 
 
 async def test_stream_moves_at_once_from_each_worker_that_drains(make_cluster):
-    """However often that happens to it: the retry budget is for streams that nobody takes."""
+    """However often that happens to it: the retry budget is for streams that no worker takes."""
     cluster = await make_cluster(2, retry_share=0.0)
     while cluster.router.workers.retries.withdraw(0.0, turn(0, 0.0, "another", has_output=True)):
         pass
@@ -502,7 +502,7 @@ def test_streams_that_wait_for_a_retry_take_it_in_order_of_class_output_and_arri
     assert budget.wait_s(turns[0]) == pytest.approx(4.0)
     taken = []
     for at in range(1, 6):
-        # Whoever asks first: the one whose turn it is not gets none.
+        # Whichever asks first: the one that is not next gets none.
         taken += [each[-1] for each in turns if each[-1] not in taken and budget.withdraw(float(at), each)]
     assert taken == ["high", "begun", "a", "b", "low"]
 

@@ -1,6 +1,6 @@
 """Runs in a pod with the router's image: the same request at each of a router's doors, and what each answers.
 
-The argument is a JSON object: `host`, `http` and `grpc` (ports), `model`, `prompt`, and `key` if one is to be sent.
+The argument is a JSON object: `host`, `http` and `grpc` (ports), `model`, `prompt`, and `key` if one has to be sent.
 Prints the text that each door gives, or what it refuses with, as `texts`; and what the calls give that have other
 answers, as `others`. The gRPC door is used as `grpcurl` does: all that is known of it comes from its reflection.
 

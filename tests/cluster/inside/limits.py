@@ -23,11 +23,11 @@ from websockets.sync.client import ClientConnection, connect
 
 PATIENCE_S = 120.0
 LONG = 1900
-"""Tokens of a stream that ends when it is told to."""
+"""Tokens of a stream that the test ends."""
 WAITING = 4
 """Requests of each priority that wait."""
 NO_TURN_S = 10.0
-"""A freed seat that nobody has taken by then belonged to a worker on which nobody waits."""
+"""A freed seat that is still free then belonged to a worker without waiting requests."""
 
 given = json.loads(sys.argv[1])
 first = given["routers"][0]

@@ -1,6 +1,6 @@
 """Runs in a router's own pod: requests that show how its policy chooses, and the worker that each of them was sent to.
 
-The router has to be new and to serve nobody else. The argument is a JSON object: `model`; `sessions` of one request
+The router has to be new and to serve no other client. The argument is a JSON object: `model`; `sessions` of one request
 each; `session` of the requests that have one session; `large`, the id of a worker; `readers`, sessions that ask about
 the text `document`. Prints a JSON object with the workers of the requests of each stage, in the order of the requests:
 
@@ -113,7 +113,7 @@ def reports() -> int:
 
 
 def await_reports(before: int) -> None:
-    """Wait until the workers have told all that they have cached since then: new blocks come with their next
+    """Wait until the workers have reported all that they have cached since then: new blocks come with their next
     heartbeat. The number of blocks says nothing, since old ones may make room for new ones.
     """
 

@@ -12,7 +12,7 @@ folder = os.environ.get("QUOTING_ERRORS", "")
 
 
 def is_next(place):
-    """Whether this process has to raise an error now: whoever can remove the file has to."""
+    """Whether this process has to raise an error now: the process that can remove the file has to."""
     try:
         os.unlink(os.path.join(folder, place))
     except FileNotFoundError:

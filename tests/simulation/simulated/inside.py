@@ -49,7 +49,7 @@ class Streamed:
         return self.delivered if history is None else max((event.tokens for event in history.events), default=0)
 
     def unwanted_at(self, window_s: float, tell_s: float) -> float | None:
-        """When the last one who wanted it went, or will have to be given up; None: somebody wants it.
+        """When the last client that wanted it went, or will have to be given up; None: a client wants it.
 
         Args:
             window_s: for how long it goes on without a client.
@@ -97,7 +97,7 @@ class Inside:
     # Streams on workers.
 
     def on_submit(self, live: Live, worker: Worker) -> None:
-        """Check what a worker is to continue."""
+        """Check what a worker has to continue."""
         world, submit, connection = self._world, live.submit, live.connection
         world.kernel.trace("submit", worker.worker_id, submit.stream_id, submit.attempt, len(submit.emitted_ids))
         world.counts["attempts"] += 1
@@ -130,7 +130,7 @@ class Inside:
             self.report("seniority", stream.name, f"its arrival is {drift_s:.2f} s off on {worker.worker_id}")
 
     def audit(self) -> None:
-        """Find streams that workers compute for nobody."""
+        """Find streams that workers compute without a client."""
         for worker in (*self._world.workers, *self._world.old_workers):
             if worker.is_listening and not worker.is_stopped:
                 for live in worker.live.values():
@@ -158,7 +158,7 @@ class Inside:
             return
         since = max(unwanted_at, up.healed_at, worker.thawed_at, process.loop.thawed_at if process is not None else 0.0)
         if world.kernel.now - since > STOPS_WITHIN_S:
-            detail = f"{worker.worker_id} runs attempt {submit.attempt} of {submit.stream_id} for nobody"
+            detail = f"{worker.worker_id} runs attempt {submit.attempt} of {submit.stream_id} without a client"
             self.report("runs on", stream.name, detail)
 
     # The end.
@@ -206,7 +206,7 @@ class Inside:
         self.check_complaints(process)
 
     def check_complaints(self, process: "RouterProcess") -> None:
-        """Report the exceptions that nobody has handled."""
+        """Report the unhandled exceptions."""
         for complaint in process.loop.complaints:
             self.report("exception", process.name, complaint)
 

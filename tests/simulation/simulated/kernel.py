@@ -138,7 +138,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
         """How far the wall clock of its machine is off."""
         self.is_dead = False
         self.complaints: list[str] = []
-        """Exceptions that nobody has handled."""
+        """Unhandled exceptions."""
         self.set_exception_handler(self._complain)
         kernel.loops.append(self)
 

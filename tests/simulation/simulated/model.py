@@ -1,4 +1,4 @@
-"""The simulated model: a tokenizer whose text tells each token, and tokens that depend on prompt, seed and position.
+"""The simulated model: a tokenizer whose text shows each token, and tokens that depend on prompt, seed and position.
 
 So a token that is lost, doubled, moved or changed on its way is seen in the client's text.
 """

@@ -264,7 +264,7 @@ class Connection:
     # Both.
 
     def vanish(self, *, for_worker: bool) -> None:
-        """One side forgets it and the other is not told, as when a NAT drops its state."""
+        """One side forgets it and the other does not learn it, as when a NAT drops its state."""
         if for_worker and not self.worker_knows_end:
             self.worker_knows_end = True
             self.host.on_end(self)
@@ -445,7 +445,7 @@ class Channel:
         return fetch
 
     async def reach(self) -> Host:
-        """A round trip to whoever listens; it takes as long as the paths are cut."""
+        """A round trip to the listener; it takes as long as the paths are cut."""
         network = self.network
         there, back = network.path(self.loop.name, self.target), network.path(self.target, self.loop.name)
         while True:

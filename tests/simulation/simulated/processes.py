@@ -31,7 +31,7 @@ CLOSE_TIMEOUT_S = 1.0
 
 
 class ScriptedDiscovery:
-    """A discovery that reports what it is told."""
+    """A discovery that reports what the world sets."""
 
     def __init__(self, addresses: frozenset[WorkerAddress]) -> None:
         self.addresses = addresses
@@ -88,7 +88,7 @@ class RouterProcess:
         self.mirrored: MirroredJournalStore | None = None
         """All of its journals, if routers share a state server."""
         self.is_leaving = False
-        """It has been told to drain and end."""
+        """It was asked to drain and end."""
         self._leaving = asyncio.Event()
         self._serving = self.loop.spawn(self._serve(world, rng))
 

@@ -215,7 +215,7 @@ class StateChannel:
             call.cancel()
 
     def unary_stream(self, _path: str, **_: object) -> None:
-        """The generated stubs make such calls, and nobody uses them."""
+        """The generated stubs make such calls, and no code uses them."""
 
     def unary_unary(
         self,

@@ -268,7 +268,7 @@ class Exchange:
         self.disconnect()
 
     def vanish(self) -> None:
-        """Nothing arrives any more, and nobody is told."""
+        """Nothing arrives any more, and neither side learns it."""
         self._has_vanished = True
         self._kernel.after(VANISHED_S, self.disconnect)
 

@@ -156,7 +156,7 @@ class Worker:
     # Its life.
 
     def die(self, *, silently: bool = False) -> None:
-        """End the process: connections are reset, or, if its machine is lost, nobody hears anything."""
+        """End the process: connections are reset, or, if its machine is lost, no peer hears anything."""
         self.is_listening = False
         self.is_reachable = not silently
         self._end_step()

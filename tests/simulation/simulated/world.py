@@ -184,7 +184,7 @@ class World:
         self.routers[index] = RouterProcess(self, index, self._starts[name])
 
     def rediscover(self) -> None:
-        """Tell every router the present set of workers."""
+        """Report the present set of workers to every router."""
         for process in self.living_routers():
             process.call(lambda process=process: process.discovery.set(self.addresses()))  # type: ignore[misc]
 
@@ -294,7 +294,7 @@ class World:
 
     @contextmanager
     def _wall_clock(self) -> Iterator[None]:
-        """Let `time.time` tell what the wall clock of the running process's machine shows."""
+        """Let `time.time` give what the wall clock of the running process's machine shows."""
         real = time.time
 
         def show() -> float:
@@ -313,7 +313,7 @@ class World:
 
     @contextmanager
     def _log(self) -> Iterator[None]:
-        """Report the exceptions that routers log. Their warnings about faults are dropped: they tell nothing here."""
+        """Report the exceptions that routers log. Their warnings about faults are dropped: they show nothing here."""
         logger, handler = logging.getLogger("lockstep"), _Exceptions(self.inside)
         level, propagates = logger.level, logger.propagate
         logger.setLevel(logging.ERROR)
@@ -410,7 +410,7 @@ class World:
             self._add(journal, history.name, history.expected, request, process, None)
 
     def on_continued(self, process: RouterProcess, prepared: Prepared) -> None:
-        """Note that resumable streams which had failed go on. They keep their age, as the wall clock tells it."""
+        """Note that resumable streams which had failed go on. They keep their age, by the wall clock."""
         self._mutate(prepared)
         for journal in prepared.journals:
             self.inside.epochs.add(process.loop, journal)

@@ -23,7 +23,7 @@ async def test_key_holds_on_all_routers(store, other):
 
 @pytest.mark.parametrize("is_told", [True, False])
 async def test_key_of_a_removed_stream_is_free_though_the_stream_had_ended(store, other, is_told):
-    """Also if the state server has yet to be told for how long it was to keep the key."""
+    """Also if the state server does not know yet how long to keep the key."""
     await store.claim("tenant/key", Claim("r-1", b"body"))
     await fill(store)
     await mirrored(store)
