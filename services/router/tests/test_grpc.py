@@ -18,7 +18,7 @@ from lockstep_common.telemetry import JsonFormatter, exposition_for
 from lockstep_router.faces.grpc import inbound, service
 from lockstep_router.faces.grpc.caller import address_of
 from lockstep_router.faces.grpc.server import GrpcServer
-from lockstep_router.faces.grpc.wire import MAX_RECORDS, check_structure
+from lockstep_router.faces.grpc.wire import MAX_ENTRIES, MAX_RECORDS, check_structure
 from minutes import until_room_s
 from router_cluster import eventually
 from scripted_worker import Script
@@ -476,8 +476,10 @@ def test_structure_is_limited_before_parsing():
         check_structure(ids.SerializeToString(), DESCRIPTOR, 299)
     many = b"\x2a\x00" * (2 << 20)  # `stop`, two million times
     began = time.thread_time()
-    with pytest.raises(LockstepError, match=f"more than {MAX_RECORDS} fields"):
+    with pytest.raises(LockstepError, match=f"stop has more than {MAX_ENTRIES} entries"):
         check_structure(many, DESCRIPTOR, 300)
+    with pytest.raises(LockstepError, match=f"more than {MAX_RECORDS} fields"):
+        check_structure(b"\xf8\x07\x01" * (2 << 20), DESCRIPTOR, 300)
     assert time.thread_time() - began < 0.5
     unpacked = inference_pb2.TokenIds.DESCRIPTOR
     with pytest.raises(LockstepError, match="fields"):
@@ -486,6 +488,9 @@ def test_structure_is_limited_before_parsing():
     for _ in range(4096):
         largest.conversation.messages.add(role="user", content="x", name="n")
     check_structure(largest.SerializeToString(), DESCRIPTOR, 300)
+    largest.conversation.messages.add()
+    with pytest.raises(LockstepError, match=f"messages has more than {MAX_ENTRIES} entries"):
+        check_structure(largest.SerializeToString(), DESCRIPTOR, 300)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,14 @@ hundreds of megabytes. It never decides whether the message is valid: the parser
 """
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from lockstep_common.errors import invalid
 
 from lockstep_router.faces.openai.json_structure import too_many
 
 MAX_RECORDS = 20_000
 """Largest number of fields of all messages. A conversation of 4,096 messages has about 12,300."""
+MAX_ENTRIES = 4096
+"""Largest number of texts or messages in one list; no list of a valid request is longer."""
 
 _MAX_DEPTH = 8
 _MESSAGE_HAS = "the message has"
@@ -49,6 +52,7 @@ class _Counter:
         """Count what is in one message and in those inside of it."""
         if depth > _MAX_DEPTH:
             raise too_many(_MESSAGE_HAS, "levels", _MAX_DEPTH)
+        entries: dict[int, int] = {}
         while at < end:
             self._records += 1
             if self._records > MAX_RECORDS:
@@ -65,7 +69,11 @@ class _Counter:
                 size, at = self._varint(at, end)
                 if at + size > end:
                     raise _BrokenError
-                self._look_into(descriptor.fields_by_number.get(tag >> 3), at, at + size, depth)
+                field = descriptor.fields_by_number.get(tag >> 3)
+                entries[tag] = entries.get(tag, 0) + 1
+                if field is not None and entries[tag] > MAX_ENTRIES:
+                    raise invalid(field.name, f"has more than {MAX_ENTRIES} entries")
+                self._look_into(field, at, at + size, depth)
                 at += size
             else:
                 raise _BrokenError  # groups: no message here has any
