@@ -9,11 +9,11 @@ from lockstep_router.faces.identity import Origin
 
 def test_session_comes_from_header_then_user_then_key():
     everything = {"x-session-id": "s1", "authorization": "Bearer secret-key"}
-    assert identity.session(Origin(everything), "alice") == "session:s1"
+    assert identity.caller(Origin(everything), "alice").session == "session:s1"
     del everything["x-session-id"]
-    assert identity.session(Origin(everything), "alice") == "user:alice"
-    assert identity.session(Origin(everything), None).startswith("key:")
-    assert identity.session(Origin({}), None) != identity.session(Origin({}), None)
+    assert identity.caller(Origin(everything), "alice").session == "user:alice"
+    assert identity.caller(Origin(everything), None).session.startswith("key:")
+    assert identity.caller(Origin({}), None).session != identity.caller(Origin({}), None).session
 
 
 def test_key_is_hashed():

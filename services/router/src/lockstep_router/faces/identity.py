@@ -96,14 +96,10 @@ def request_id(headers: Mapping[str, str]) -> str:
     return given if given and _SANE_ID.fullmatch(given) else new_id(12)
 
 
-def session(origin: Origin, user: str | None) -> str:
+def _session(origin: Origin, user: str | None, name: str) -> str:
     """The identity that picks the worker: X-Session-ID, then `user`, then the tenant or the API key, then a new random
     one.
     """
-    return _session(origin, user, origin.tenant or tenant(origin.headers))
-
-
-def _session(origin: Origin, user: str | None, name: str) -> str:
     given = origin.headers.get("x-session-id", "")
     if given:
         return f"session:{given[:_MAX_SESSION_CHARS]}"
