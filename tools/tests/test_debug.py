@@ -29,7 +29,7 @@ Current thread 0x7e (most recent call first):
 """
 
 
-def rank(number, steps, collectives, process_state="running", stack=STACK):
+def rank(number, steps, collectives, process_state="running", stack=STACK, **marks):
     return {
         "rank": number,
         "pid": 100 + number,
@@ -38,7 +38,12 @@ def rank(number, steps, collectives, process_state="running", stack=STACK):
         "steps": steps,
         "collectives": collectives,
         "stack": stack,
-    }
+    } | marks
+
+
+def gpu_rank(number, launched, reached):
+    """Hosts of GPUs have launched all collectives before the devices reach them."""
+    return rank(number, 5, 52, launched=launched, reached=reached)
 
 
 def look(*ranks, runs_s=0.0, state="ready", epoch=1, reason=""):
@@ -67,6 +72,42 @@ def test_ranks_at_the_same_place_are_not_blamed():
     (sentence,) = sentences(stuck, stuck)
     assert "all ranks are at the same place" in sentence
     assert "STUCK" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stuck", "what"),
+    [
+        (
+            [(90, 80), (90, 80), (90, 79)],
+            2,
+            "; its device stands still; it has 5 steps and 52 collectives, and reached mark 79 of 90,",
+        ),
+        (
+            [(90, 80), (78, 78), (90, 80)],
+            1,
+            ": its host stands still; it has 5 steps and 52 collectives, and reached mark 78 of 78,",
+        ),
+    ],
+)
+def test_the_rank_whose_device_has_come_least_far_is_stuck(ranks, stuck, what):
+    """The hosts' counts of collectives are equal, so that they would name none."""
+    seen = look(*(gpu_rank(number, *marks) for number, marks in enumerate(ranks)), runs_s=3.0)
+    (sentence,) = sentences(seen, seen)
+    assert sentence.startswith(f"w: rank {stuck} (pid {100 + stuck}) is STUCK: ")
+    assert what in sentence
+
+
+@pytest.mark.parametrize("ranks", [[(90, 80), (90, 80)], [(90, 80), (95, 80)], [(90, 90), (90, 90)]])
+def test_devices_at_the_same_place_are_not_blamed(ranks):
+    seen = look(*(gpu_rank(number, *marks) for number, marks in enumerate(ranks)), runs_s=3.0)
+    (sentence,) = sentences(seen, seen)
+    assert "all ranks are at the same place" in sentence
+    assert "STUCK" not in sentence
+
+
+def test_a_device_that_moves_between_two_looks_is_not_stuck():
+    first = look(gpu_rank(0, 90, 60), gpu_rank(1, 90, 60), runs_s=2.0)
+    assert sentences(first, look(gpu_rank(0, 90, 62), gpu_rank(1, 90, 61), runs_s=3.0)) == []
 
 
 def test_a_stopped_rank_is_named_with_its_place_and_those_of_the_others():

@@ -9,8 +9,8 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
+from lockstep_common.hang import Hang, Progress, find_hung
 from lockstep_engine.device_marks import MARKS_PER_STEP, DeviceMarks, Marks, MarkStream, TorchMarkStream, marks_of
-from lockstep_engine.hang import Hang, Progress, find_hung
 from lockstep_engine.mailbox import Mailbox
 
 CPU = torch.device("cpu")

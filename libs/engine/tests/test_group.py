@@ -220,6 +220,24 @@ async def test_a_hang_is_blamed_on_the_rank_whose_device_stands_still(group_of, 
     assert [(record.launched, record.reached) for record in places] == [(9, 9), (9, 7)]
 
 
+async def test_a_view_tells_how_far_hosts_have_launched_and_devices_have_come(group_of):
+    ranks, listener = group_of(ANSWERING, MESSAGE_BYTES)
+
+    async def view():
+        return [(each.collectives, each.launched, each.reached) for each in await asyncio.to_thread(ranks.view)]
+
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await ranks.start()
+            while not listener.ready:
+                await asyncio.sleep(0.01)
+            ranks.execute(plan(1, HANGS_ON_DEVICE), WAIT_S)
+            while await view() != [(9, 9, 9), (9, 9, 7)]:
+                await asyncio.sleep(0.01)
+    finally:
+        await ranks.stop()
+
+
 @pytest.mark.parametrize(
     ("case", "hung", "why"),
     [

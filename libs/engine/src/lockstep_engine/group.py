@@ -16,6 +16,7 @@ from typing import Protocol
 
 import msgspec
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.hang import find_hung
 
 from lockstep_engine import faults
 from lockstep_engine.blocks import PoolSizes
@@ -42,7 +43,6 @@ from lockstep_engine.control import (
 )
 from lockstep_engine.group_output import GroupOutput
 from lockstep_engine.group_settings import GroupSettings
-from lockstep_engine.hang import find_hung
 from lockstep_engine.mailbox import MAX_IN_FLIGHT, NOTHING_DONE, Mailbox, RankTimes
 from lockstep_engine.model_config import refuse
 from lockstep_engine.plan import Plan, Result, decode_result, encode_plan

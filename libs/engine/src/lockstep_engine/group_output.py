@@ -60,10 +60,23 @@ class GroupOutput:
         until = time.monotonic() + _VIEW_S
         views = []
         for output, rank in zip(self.outputs, self._ranks, strict=True):
-            steps, entered = int(self._mailbox.steps[rank.rank]), int(self._mailbox.collectives[rank.rank])
-            place = output.place(until)
-            record = output.flight_record(until)
-            views.append(RankView(rank.rank, rank.pid, rank.state, *place[:2], steps, entered, place[2], record))
+            steps, progress = int(self._mailbox.steps[rank.rank]), self._mailbox.progress(rank.rank)
+            process, waits_in, stack = output.place(until)
+            views.append(
+                RankView(
+                    rank=rank.rank,
+                    pid=rank.pid,
+                    state=rank.state,
+                    process_state=process,
+                    waits_in=waits_in,
+                    steps=steps,
+                    collectives=progress.collectives,
+                    stack=stack,
+                    flight_record=output.flight_record(until),
+                    launched=progress.launched,
+                    reached=progress.reached,
+                )
+            )
         return views
 
     def ask_stacks(self) -> None:

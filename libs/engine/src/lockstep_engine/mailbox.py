@@ -14,8 +14,7 @@ import struct
 from typing import NamedTuple
 
 import numpy as np
-
-from lockstep_engine.hang import Progress
+from lockstep_common.hang import Progress
 
 MAX_IN_FLIGHT = 2
 """Most steps that may be sent before the result of the first of them has been read."""

@@ -64,11 +64,16 @@ class RankView:
     steps: int
     """Steps finished in this epoch."""
     collectives: int
-    """Collectives entered in this epoch. In a hang the others wait for the rank with the fewest."""
+    """Collectives that the host has entered in this epoch. In a hang on the CPU the others wait for the rank with the
+    fewest."""
     stack: str
     """Of all its threads, the innermost frame first; empty: it did not answer in time."""
     flight_record: str
     """Torch's record of its collectives, as JSON; empty: it does not use torch.distributed, or did not answer."""
+    launched: int = 0
+    """The last mark that the host has launched; 0: the device writes none (see `lockstep_common.hang`)."""
+    reached: int = 0
+    """The last mark that the device has reached. In a hang on GPUs the others wait for the rank with the least."""
 
 
 class RankOutput:

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep_common.hang import Progress, find_hung
+
 _STUCK_S = 0.5
 """A step that runs for longer between two looks without any rank's progress is worth a sentence."""
 _SHOWN_FRAMES = 8
@@ -35,7 +37,7 @@ def of_worker(name: str, first: Mapping[str, Any], last: Mapping[str, Any]) -> l
         last.get("step_runs_s", 0.0) > _STUCK_S
         and bool(ranks)
         and all(each["rank"] in seen and seen[each["rank"]]["steps"] == each["steps"] for each in ranks)
-        and all(seen[each["rank"]]["collectives"] == each["collectives"] for each in ranks)
+        and all(_counters(seen[each["rank"]]) == _counters(each) for each in ranks)
     )
     return [*found, _stuck(name, ranks, last["step_runs_s"])] if is_stuck and not unusual else found
 
@@ -76,18 +78,34 @@ def _unusual(name: str, ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def _stuck(name: str, ranks: list[Mapping[str, Any]], runs_s: float) -> Finding:
-    """The rank that the others wait for: it has entered the fewest collectives."""
-    behind = min(ranks, key=lambda each: (each["collectives"], each["rank"]))
+    """The rank that the others wait for, by the driver's rule for hangs."""
+    index, what = find_hung([_counters(each) for each in ranks])
+    behind = ranks[index]
     since = f"no rank has moved for the {runs_s:.1f} s of this step"
-    if behind["collectives"] == max(each["collectives"] for each in ranks):
+    if _is_shared(behind, ranks):
         sentence = (
             f"{name}: {since}, and all ranks are at the same place ({_progress(behind)}); {_called(behind)} is in"
         )
     else:
-        sentence = (
-            f"{name}: {_called(behind)} is STUCK: {since}; it has {_progress(behind)}, and the others wait for it in"
-        )
+        why = f"; {what}" if what else ""
+        stuck = f"{name}: {_called(behind)} is STUCK: {since}{why}"
+        sentence = f"{stuck}; it has {_progress(behind)}, and the others wait for it in"
     return Finding(sentence, _innermost(behind))
+
+
+def _counters(rank: Mapping[str, Any]) -> Progress:
+    """How far a rank has come. Workers of earlier versions report no marks of devices."""
+    return Progress(rank["collectives"], rank.get("launched", 0), rank.get("reached", 0))
+
+
+def _is_shared(behind: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all ranks are at the place of the one that has come least far, so that none of them is to blame."""
+    own, all_counters = _counters(behind), [_counters(each) for each in ranks]
+    if not all(each.launched for each in all_counters):
+        return all(each.collectives == own.collectives for each in all_counters)
+    # A host that has launched more does not matter while its device is at work.
+    is_at_work = own.reached < own.launched
+    return all(each.reached == own.reached and (is_at_work or each == own) for each in all_counters)
 
 
 def _called(rank: Mapping[str, Any]) -> str:
@@ -95,7 +113,9 @@ def _called(rank: Mapping[str, Any]) -> str:
 
 
 def _progress(rank: Mapping[str, Any]) -> str:
-    return f"{rank['steps']} steps and {rank['collectives']} collectives"
+    launched, reached = rank.get("launched", 0), rank.get("reached", 0)
+    marks = f", and reached mark {reached} of {launched}" if launched else ""
+    return f"{rank['steps']} steps and {rank['collectives']} collectives{marks}"
 
 
 def _innermost(rank: Mapping[str, Any]) -> str:

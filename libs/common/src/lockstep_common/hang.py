@@ -2,8 +2,9 @@
 
 The ranks meet in collectives, so all but one of them wait for that one, which has come least far. How far a rank has
 come is told by its host on the CPU, which computes itself. The host of a GPU only launches: it is steps ahead of its
-device and says nothing about it. There the device writes its place itself (see `device_marks`), and how far the host
-has launched tells which of the two stands still.
+device and says nothing about it. There the device writes its place itself (see the engine's `device_marks`), and how
+far the host has launched tells which of the two stands still. The driver decides with it, and `lockstep debug`, which
+has no engine.
 """
 
 from collections.abc import Sequence
