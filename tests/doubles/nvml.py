@@ -39,6 +39,8 @@ class Nvml:
         self.links_up = [True, True, True, False]
         self.link_errors = 0
         self.events: list[tuple[str, int]] = []
+        self.ends_waits: set[str] = set()
+        """Lost GPUs that make each wait for events fail that waits for theirs, too."""
         self.is_open = False
 
     def nvmlInit(self):
@@ -99,12 +101,19 @@ class Nvml:
         return self.link_errors
 
     def nvmlEventSetCreate(self):
-        return "events"
+        return set()
+
+    def nvmlEventSetFree(self, events):
+        events.clear()
 
     def nvmlDeviceRegisterEvents(self, handle, types, events):
-        pass
+        if handle in self.lost:
+            raise NVMLError(LOST)
+        events.add(handle)
 
     def nvmlEventSetWait_v2(self, events, wait_ms):
+        if self.ends_waits & events:
+            raise NVMLError(LOST)
         if not self.events:
             raise NVMLError(TIMEOUT)
         device, xid = self.events.pop()

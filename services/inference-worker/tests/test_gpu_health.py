@@ -2,6 +2,8 @@
 
 import logging
 import sys
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from lockstep_common.telemetry import REGISTRY
@@ -97,6 +99,69 @@ def test_the_xid_of_a_gpu_that_is_lost_is_counted_and_the_others_are_still_watch
     assert (value("xid_errors_total", 0, xid="79"), value("xid_errors_total", 1, xid="79")) == (None, 1)
     assert value("health_available", 0) == 1
     assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_a_lost_gpu_does_not_end_the_watching_of_the_others(nvml, monkeypatch, caplog):
+    """It ends one wait, and is not waited for again; the next errors of the others count."""
+    monkeypatch.setattr(gpu_health, "RESUBSCRIBE_S", 0.0)
+    tried = []
+
+    def lose():
+        nvml.lost.add("GPU-b")
+        nvml.ends_waits.add("GPU-b")
+
+    def fail_next():
+        nvml.events.append(("GPU-a", 79))
+
+    def note(handle, types, events, register=nvml.nvmlDeviceRegisterEvents):
+        tried.append(handle)
+        register(handle, types, events)
+
+    monkeypatch.setattr(nvml, "nvmlDeviceRegisterEvents", note)
+    gpu_health._watch(2, 60.0, Rounds(nothing, lose, fail_next, nothing, nothing))
+    assert tried == ["GPU-a", "GPU-b", "GPU-a"]
+    assert (value("xid_errors_total", 0, xid="79"), value("xid_errors_total", 1, xid="79")) == (1, None)
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        "XID errors of GPUs are not known",
+        "XID errors of GPUs are known again",
+    ]
+
+
+def test_a_gpu_that_answers_again_is_watched_again(nvml, monkeypatch):
+    monkeypatch.setattr(gpu_health, "RESUBSCRIBE_S", 0.0)
+
+    def lose():
+        nvml.lost.add("GPU-b")
+        nvml.ends_waits.add("GPU-b")
+
+    def come_back():
+        nvml.lost.clear()
+        nvml.ends_waits.clear()
+        nvml.events.append(("GPU-b", 48))
+
+    gpu_health._watch(2, 60.0, Rounds(nothing, lose, nothing, come_back, nothing))
+    assert value("xid_errors_total", 1, xid="48") == 1
+
+
+def test_waits_that_always_fail_are_tried_at_growing_intervals_and_said_once(nvml, monkeypatch, caplog):
+    now = [1000.0]
+    made = []
+    monkeypatch.setattr(gpu_health, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def create(create=nvml.nvmlEventSetCreate):
+        made.append(now[0])
+        return create()
+
+    def later():
+        now[0] += 1.0
+
+    monkeypatch.setattr(nvml, "nvmlEventSetCreate", create)
+    nvml.ends_waits.add("GPU-a")  # it answers, and its waits fail
+    gpu_health._watch(1, 1e9, Rounds(*[later] * 5000))
+    gaps = [round(after - before) for before, after in pairwise(made)]
+    assert gaps[1:5] == [20, 40, 80, 160]
+    assert set(gaps[7:]) == {600}
+    assert len([record for record in caplog.records if record.message == "XID errors of GPUs are not known"]) == 1
 
 
 def test_a_link_that_goes_down_is_no_error_of_the_others(nvml):

@@ -21,6 +21,9 @@ logger = logging.getLogger("lockstep.worker")
 
 INTERVAL_S = 10.0
 """Between two readings. One takes some milliseconds a GPU."""
+RESUBSCRIBE_S = 10.0
+"""From a failed wait for XID errors to the next subscription. It doubles until a wait succeeds."""
+_MAX_RESUBSCRIBE_S = 600.0
 _EVENT_WAIT_MS = 500
 _END_S = 2.0
 _MAX_LINKS = 36
@@ -127,7 +130,14 @@ class _Watch:
                 self._gpus.append(self._find(str(rank), names[rank], count))
             except (nvml.NVMLError, _UnusableError) as error:
                 logger.warning("the health of a GPU is not known", extra={"rank": rank, "problem": _said(error)})
-        self._events = self._subscribe()
+        self._events: Any = None
+        """The set of subscriptions to critical errors; None: there is none."""
+        self._unwatched: list[_Gpu] = []
+        """GPUs with events whose subscription was lost."""
+        self._watched = self._subscribe(list({gpu.uuid: gpu for gpu in self._gpus}.values()))
+        self._pause_s = RESUBSCRIBE_S
+        self._subscribe_at = 0.0
+        self._has_failed = False
 
     def run(self, interval_s: float, end: Event) -> None:
         """Read all until the end."""
@@ -136,10 +146,11 @@ class _Watch:
                 self._read(gpu)
             next_at = time.monotonic() + interval_s
             while (left_s := next_at - time.monotonic()) > 0 and not end.is_set():
-                if self._events is None:
-                    end.wait(left_s)
-                else:
+                self._resubscribe()
+                if self._watched:
                     self._take_event(min(_EVENT_WAIT_MS, round(left_s * _MILLI) + 1))
+                else:
+                    end.wait(min(left_s, _EVENT_WAIT_MS / _MILLI) if self._unwatched else left_s)
 
     def _find(self, rank: str, name: str, count: int) -> _Gpu:
         nvml = self._nvml
@@ -157,18 +168,55 @@ class _Watch:
         device = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle) if name.startswith("MIG-") else handle
         return _Gpu(rank, handle, device, str(nvml.nvmlDeviceGetUUID(device)))
 
-    def _subscribe(self) -> Any:
-        """Events of critical errors; None: the driver has none for these GPUs."""
+    def _subscribe(self, gpus: Sequence[_Gpu]) -> list[_Gpu]:
+        """Subscribe to critical errors of GPUs; returns those that have such events."""
         nvml = self._nvml
-        events = None
-        for gpu in {gpu.uuid: gpu for gpu in self._gpus}.values():
+        subscribed = []
+        for gpu in gpus:
             try:
-                events = nvml.nvmlEventSetCreate() if events is None else events
-                nvml.nvmlDeviceRegisterEvents(gpu.device, nvml.nvmlEventTypeXidCriticalError, events)
+                self._events = nvml.nvmlEventSetCreate() if self._events is None else self._events
+                nvml.nvmlDeviceRegisterEvents(gpu.device, nvml.nvmlEventTypeXidCriticalError, self._events)
+                subscribed.append(gpu)
             except nvml.NVMLError as error:
-                problem = {"rank": int(gpu.rank), "problem": _said(error)}
-                logger.warning("XID errors of a GPU are not known", extra=problem)
-        return events
+                if gpu not in self._unwatched:  # the loss has been logged
+                    problem = {"rank": int(gpu.rank), "problem": _said(error)}
+                    logger.warning("XID errors of a GPU are not known", extra=problem)
+        return subscribed
+
+    def _resubscribe(self) -> None:
+        """When it is time, subscribe again to the GPUs whose subscription was lost and that answer now."""
+        if not self._unwatched or time.monotonic() < self._subscribe_at:
+            return
+        again = self._subscribe([gpu for gpu in self._unwatched if self._uuid(gpu.device)])
+        self._watched += again
+        self._unwatched = [gpu for gpu in self._unwatched if gpu not in again]
+        if self._unwatched:
+            self._plan_resubscription()
+
+    def _plan_resubscription(self) -> None:
+        self._subscribe_at = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _MAX_RESUBSCRIBE_S)
+
+    def _lose_events(self, error: Exception) -> None:
+        """A wait has failed, for all GPUs of the set: one that is lost may be the cause. Begin with a new set later."""
+        nvml = self._nvml
+        if not self._has_failed:
+            logger.warning("XID errors of GPUs are not known", extra={"problem": _said(error)})
+        self._has_failed = True
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlEventSetFree(self._events)
+        self._events = None
+        self._unwatched += self._watched
+        self._watched = []
+        self._plan_resubscription()
+
+    def _note_success(self) -> None:
+        """A wait has ended as it should."""
+        if self._has_failed:
+            logger.warning("XID errors of GPUs are known again", extra={"gpus": len(self._watched)})
+        self._has_failed = False
+        if not self._unwatched:
+            self._pause_s = RESUBSCRIBE_S
 
     def _take_event(self, wait_ms: int) -> None:
         nvml = self._nvml
@@ -176,9 +224,11 @@ class _Watch:
             event = nvml.nvmlEventSetWait_v2(self._events, wait_ms)
         except nvml.NVMLError as error:
             if error.value != nvml.NVML_ERROR_TIMEOUT:
-                logger.warning("XID errors of GPUs are not known any more", extra={"problem": _said(error)})
-                self._events = None
+                self._lose_events(error)
+            else:
+                self._note_success()
             return
+        self._note_success()
         uuid, xid = self._uuid(event.device), int(event.eventData)
         for gpu in self._gpus:
             # A GPU that has fallen off the bus, which is an event too, does not even tell its name any more.
