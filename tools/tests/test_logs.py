@@ -85,6 +85,39 @@ def test_filters(capsys, files, options, expected):
     assert (code, lines) == (0, expected)
 
 
+@pytest.mark.parametrize(
+    ("asked", "fields", "is_wanted"),
+    [
+        ("1", {"request_id": "1"}, True),
+        ("1", {"request_id": "abc-1-2"}, False),
+        ("abc", {"request_id": "abc-1-2"}, False),
+        ("abc", {"request_id": "other-abc-1"}, False),
+        ("cmpl-abc", {"request_id": "abc"}, True),
+        ("resp_abc", {"request_id": "abc"}, True),
+        ("cmpl-abc", {"request_id": "cmpl-abc"}, True),  # a client may choose it
+        ("abc", {"request_id": "cmpl-abc"}, False),
+        ("7f3a", {"stream": "7f3a-0"}, True),
+        ("7f3a", {"stream": "7f3a-10-2"}, True),
+        ("7f3a", {"stream": "7f3a-10-2-1"}, False),
+        ("7f3a", {"stream": "7f3a-x"}, False),
+        ("7f3a-0", {"stream": "7f3a-0-1"}, True),
+        ("1", {"stream": "7f3a-1-2"}, False),
+        ("7f3a" * 8, {"trace_id": "7f3a" * 8}, True),
+        ("7f3a" * 8, {"trace": f"00-{'7f3a' * 8}-{'1' * 16}-01"}, True),
+        ("1" * 16, {"trace": f"00-{'7f3a' * 8}-{'1' * 16}-01"}, False),
+        ("01", {"trace": f"00-{'7f3a' * 8}-{'1' * 16}-01"}, False),
+        ("abc", {"request_id": ["abc"], "stream": 1}, False),
+        ("None", {"request_id": None}, False),
+        ("None", {}, False),
+    ],
+)
+def test_a_request_is_found_by_its_own_id_alone(capsys, tmp_path, asked, fields, is_wanted):
+    """Clients choose ids, so one may be part of another."""
+    line = entry(1, "request", **fields)
+    (tmp_path / "log").write_text(line + "\n")
+    assert shown(capsys, str(tmp_path / "log"), "--request", asked, "--json")[1] == [line] * is_wanted
+
+
 def test_nothing_found_is_exit_code_1(capsys, files):
     assert shown(capsys, *files, "--request", "other") == (1, [])
 

@@ -8,7 +8,7 @@ from lockstep_tools.arguments import integer, real
 from lockstep_tools.chaos.kubectl import Kubectl
 from lockstep_tools.chaos.release import Release
 from lockstep_tools.failure import UNUSABLE, CommandError
-from lockstep_tools.logs.lines import LEVELS, Choice, moment, readable, request_of
+from lockstep_tools.logs.lines import LEVELS, Choice, moment, readable
 from lockstep_tools.logs.sources import from_files, from_release, in_order
 
 _MAX_READ = 1_000_000
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.follow and not arguments.release:
         raise CommandError("--follow needs --release; for a file: tail -f FILE | lockstep logs -", UNUSABLE)
     choice = Choice(
-        None if arguments.request is None else request_of(arguments.request),
+        arguments.request,
         arguments.rank,
         arguments.level,
         arguments.service,

@@ -15,9 +15,10 @@ MAX_LINE_CHARS = 64 << 10
 _SHOWN_FIRST = ("time", "level", "service", "pod", "message", "exception", "stack", "stderr")
 _TEXTS = ("exception", "stack", "stderr")
 """Fields of several lines; they are shown below the record."""
-_REQUEST_FIELDS = ("request_id", "stream", "trace_id", "trace")
 _BEFORE_REQUEST = re.compile(r"(?:chatcmpl-|cmpl-|resp_)(?=.)")
 """What an answer's own id begins with, before the id of its request."""
+_LAST_NUMBERS = (re.compile(r"-[0-9]+$"), re.compile(r"-[0-9]+-[0-9]+$"))
+"""What the ids of a request's streams end with: the number of the prompt, and of the choice where there are some."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Choice:
     """Which lines are wanted; None: all."""
 
     request: str | None = None
-    """A request's id, or a trace's: the streams of a request have its id and a suffix."""
+    """The id of a request, of its answer, of the streams of it, or of its trace."""
     rank: int | None = None
     level: str | None = None
     """The least level."""
@@ -67,7 +68,7 @@ class Choice:
         if not fields:
             return self == Choice()
         return (
-            (self.request is None or any(_is_of(fields.get(name), self.request) for name in _REQUEST_FIELDS))
+            (self.request is None or _is_of(fields, self.request))
             and (self.rank is None or fields.get("rank") == self.rank)
             and (self.level is None or _severity(fields.get("level")) >= LEVELS.index(self.level))
             and (self.service is None or _is_part(self.service, str(fields.get("service", ""))))
@@ -81,8 +82,24 @@ def request_of(id_: str) -> str:
     return _BEFORE_REQUEST.sub("", id_, count=1) if _BEFORE_REQUEST.match(id_) else id_
 
 
-def _is_of(value: object, request: str) -> bool:
-    return isinstance(value, str) and (value == request or value.startswith(f"{request}-") or f"-{request}-" in value)
+def _is_of(fields: dict[str, Any], asked: str) -> bool:
+    """Whether a line is about what is asked for. Clients choose the ids of requests, so these are compared as a whole:
+    a part of one may be the id of another.
+    """
+    ids = (asked, request_of(asked))
+    trace = str(fields.get("trace", "")).split("-")[1:2]  # as in a header `traceparent`
+    return (
+        fields.get("request_id") in ids
+        or fields.get("trace_id") == asked
+        or trace == [asked]
+        or _is_stream_of(fields.get("stream"), ids)
+    )
+
+
+def _is_stream_of(stream: object, ids: tuple[str, str]) -> bool:
+    if not isinstance(stream, str):
+        return False
+    return stream in ids or any(numbers.sub("", stream) in ids for numbers in _LAST_NUMBERS)
 
 
 def _is_part(wanted: str, service: str) -> bool:
