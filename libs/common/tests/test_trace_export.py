@@ -1,4 +1,5 @@
 import json
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from lockstep_common.tracing.batch import BATCH_PARTS, SpanBatch
 from lockstep_common.tracing.encoding import encode_resource, encode_span
 from lockstep_common.tracing.kept import KeptSpans
 from lockstep_common.tracing.options import TraceOptions, trace_options
-from lockstep_common.tracing.queue import SpanQueue
+from lockstep_common.tracing.queue import BATCH_SPANS, SpanQueue
 from otlp_receiver import grpc_receiver, http_receiver
 from traces_in_memory import CALLER, Given, count, tracing
 
@@ -174,6 +175,41 @@ def test_a_failing_exporter_loses_spans_and_nothing_else():
     queue.close(20)
     assert failed.is_set()
     assert count("failed") - before == 2
+
+
+def test_spans_that_come_between_the_last_export_and_the_end_are_exported():
+    """The thread has found nothing more to export and stops there, until `close` has added a span and waits for it."""
+    exported, emptied, go_on = [], threading.Event(), threading.Event()
+    before = count("failed")
+    span = Tracing(ratio=1.0, slow_s=1.0, export=exported.extend).trace().begin("attempt")
+
+    def stop_when_empty(frame, event, _):
+        if frame.f_code.co_name == "_empty" and event == "return" and exported and not emptied.is_set():
+            emptied.set()
+            assert go_on.wait(20)
+        return stop_when_empty
+
+    def let_go_at_join(frame, *_):
+        if frame.f_code is threading.Thread.join.__code__:
+            go_on.set()
+
+    def fill():
+        if emptied.is_set():
+            queue.put([span])
+
+    traced = threading.gettrace(), sys.gettrace()
+    threading.settrace(stop_when_empty)
+    try:
+        queue = SpanQueue(lambda spans: exported.extend(spans) is None, fill=fill)
+        queue.put([span] * BATCH_SPANS)
+        assert emptied.wait(20)
+        sys.settrace(let_go_at_join)
+        queue.close(20)
+    finally:
+        threading.settrace(traced[0])
+        sys.settrace(traced[1])
+    assert len(exported) == BATCH_SPANS + 1
+    assert count("failed") == before
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])

@@ -81,6 +81,7 @@ class SpanQueue:
             self._wake.clear()
             self._fill()
             self._empty()
+        self._empty()  # what `close` has added since
 
     def _empty(self) -> None:
         waiting = self._waiting
