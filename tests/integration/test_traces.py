@@ -30,6 +30,9 @@ from spans import (
 )
 from system import MODEL, System
 
+STARTS = 20
+"""Most starts of a worker's ranks until their clocks have been measured well enough."""
+
 
 class Traced(NamedTuple):
     system: System
@@ -78,21 +81,6 @@ def test_a_trace_reaches_from_the_request_to_each_rank(traced: Traced) -> None:
         assert rank.attributes["lockstep.rank.compute_s"] > 0
         assert rank.attributes["lockstep.rank.collective_s"] > 0
     assert min(span.attributes["lockstep.rank.peer_wait_s"] for span in ranks) == 0
-
-
-def test_the_clocks_of_ranks_are_that_of_their_worker(traced: Traced) -> None:
-    """What the messages of their starts prove of a difference is within what a trace may have."""
-    with httpx.Client(timeout=60, trust_env=False) as client:
-        workers = from_router(client, traced.system.management_url)[1:]
-        pages = [client.get(f"{worker.url}/metrics").raise_for_status().text for worker in workers]
-    metric = r'^lockstep_worker_rank_clock_skew_seconds\{bound="(\w+)",rank="(\d)"\} (\S+)$'
-    assert len(pages) == 2
-    for page in pages:
-        skews = {(bound, rank): float(value) for bound, rank, value in re.findall(metric, page, re.MULTILINE)}
-        assert len(skews) == 4, page
-        for rank in "01":
-            assert 0 <= skews["least", rank] * 1e9 <= SKEW_NS
-            assert skews["most", rank] > skews["least", rank], "it was measured"
 
 
 def test_a_streamed_request_says_when_its_first_token_came(traced: Traced) -> None:
@@ -211,6 +199,42 @@ def read_again(stream: str) -> None:
     """Read a stream from its beginning, as a client with a trace of its own."""
     with httpx.stream("GET", stream, timeout=60, trust_env=False, headers=headers(22)) as response:
         assert [line for line in response.iter_lines() if line][-1] == "data: [DONE]"
+
+
+def rank_clocks(system: System) -> list[dict[tuple[str, str], float]]:
+    """What each worker says of its ranks' clocks, by bound and rank."""
+    with httpx.Client(timeout=60, trust_env=False) as client:
+        workers = from_router(client, system.management_url)[1:]
+        pages = [client.get(f"{worker.url}/metrics").raise_for_status().text for worker in workers]
+    metric = r'^lockstep_worker_rank_clock_skew_seconds\{bound="(\w+)",rank="(\d)"\} (\S+)$'
+    return [
+        {(bound, rank): float(value) for bound, rank, value in re.findall(metric, page, re.MULTILINE)} for page in pages
+    ]
+
+
+def restart_ranks(system: System, pid: int) -> None:
+    """Kill rank 0 of w0, which is this process."""
+    psutil.Process(pid).kill()
+    system.until(lambda workers: workers["w0"]["ranks"][0]["pid"] != pid, "its ranks start again")
+
+
+def test_the_clocks_of_ranks_are_that_of_their_worker(traced: Traced) -> None:
+    """What the messages of their starts prove of a difference is within what a trace may have. A message that takes
+    long proves little: the best measurement of several starts counts, as all processes have one clock here.
+    """
+    system, best_s = traced.system, 1.0
+    for _ in range(STARTS):
+        workers = system.until_ready()
+        for skews in (clocks := rank_clocks(system)):
+            assert len(skews) == 4, clocks
+            for rank in "01":
+                assert 0 <= skews["least", rank] * 1e9 <= SKEW_NS
+                assert skews["most", rank] > skews["least", rank], "it was measured"
+                best_s = min(best_s, skews["most", rank])
+        if best_s * 1e9 <= SKEW_NS:
+            return
+        restart_ranks(system, workers["w0"]["ranks"][0]["pid"])
+    raise AssertionError(f"at most {best_s} s in the best of {STARTS} starts")
 
 
 def test_no_text_is_in_any_message(traced: Traced) -> None:
