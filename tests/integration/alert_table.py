@@ -24,6 +24,7 @@ INJECTED = {
     "LockstepFailovers": "test_ranks_that_die_again_and_again",
     "LockstepKvPressure": "test_a_full_cache",
     "LockstepKvCacheFull": "test_a_cache_that_stays_full",
+    "LockstepTimeouts": "test_workers_that_crawl_beyond_the_time_of_their_clients",
     "LockstepOverload": "test_routers_that_fill_the_same_queues",
     "LockstepWorkerEjected": "test_a_worker_whose_ranks_die_under_what_the_other_completes",
     "LockstepDiscoveryStale": "test_a_router_that_is_not_there_and_its_files",

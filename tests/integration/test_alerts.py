@@ -53,11 +53,15 @@ class Clients:
     """Streams that follow each other on several connections, whatever becomes of them."""
 
     def __init__(
-        self, system: System, count: int, tokens: int, prompt_tokens: int = 10, session: str | None = None
-    ) -> None:
+        self, system: System, count: int, tokens: int, prompt_tokens: int = 10, session: str | None = None,
+        timeout_s: float | None = None,
+    ) -> None:  # fmt: skip
         self._url = f"{system.api}/completions"
         self._body = {"model": MODEL, "max_tokens": tokens, "ignore_eos": True, "stream": True, "user": session}
         self._prompt_tokens = prompt_tokens
+        self._headers = {"X-Lockstep-Resumable": "true"}
+        if timeout_s is not None:
+            self._headers["X-Request-Timeout"] = str(timeout_s)
         self._is_over = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(count)]
 
@@ -74,12 +78,11 @@ class Clients:
 
     def _run(self, number: int) -> None:
         prompt = [100 + number] * self._prompt_tokens  # no two share blocks
-        headers = {"X-Lockstep-Resumable": "true"}
         with httpx.Client(timeout=PATIENCE_S, trust_env=False, verify=False) as client:
             while not self._is_over.is_set():
                 try:
                     with client.stream(
-                        "POST", self._url, json=self._body | {"prompt": prompt}, headers=headers
+                        "POST", self._url, json=self._body | {"prompt": prompt}, headers=self._headers
                     ) as answer:
                         for _ in answer.iter_bytes():
                             if self._is_over.is_set():

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from lockstep_tools.serving.stack import Stack, StackSettings
@@ -15,8 +15,8 @@ from test_alerts import Clients
 pytestmark = pytest.mark.slow
 
 RELEASE = "balance"
-THRESHOLDS = {"LockstepLateHeartbeats": ("> 100", "> 1")}
-"""A hundred late heartbeats would take minutes."""
+THRESHOLDS = {"LockstepLateHeartbeats": ("> 100", "> 1"), "LockstepTimeouts": ("> 20", "> 2")}
+"""A hundred late heartbeats would take minutes, and a busy machine ends few requests in a window that is made small."""
 SETTINGS = {
     "LOCKSTEP_MAX_SEQS": "2",
     "LOCKSTEP_QUEUE_THRESHOLD": "1000",  # sessions stay where they are, however long the queue there is
@@ -83,6 +83,16 @@ def test_a_worker_that_crawls(system: System, prometheus: Prometheus) -> None:
         with pulsing(rank["pid"], 0.18, 0.02):
             prometheus.until_fires(RELEASE, "LockstepWorkerSlow")
         prometheus.until_resolved(RELEASE, "LockstepWorkerSlow")
+
+
+def test_workers_that_crawl_beyond_the_time_of_their_clients(system: System, prometheus: Prometheus) -> None:
+    """No answer is ready in its client's time. It is the client's own timeout, so no other alert counts it."""
+    with ExitStack() as crawling:
+        for worker in system.until_ready(PATIENCE_S).values():
+            crawling.enter_context(pulsing(worker["ranks"][0]["pid"], 0.18, 0.02))
+        with Clients(system, 4, 2000, timeout_s=0.5):
+            prometheus.until_fires(RELEASE, "LockstepTimeouts")
+    prometheus.until_resolved(RELEASE, "LockstepTimeouts")
 
 
 def test_heartbeats_that_come_late(system: System, prometheus: Prometheus) -> None:

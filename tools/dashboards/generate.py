@@ -371,6 +371,8 @@ def _three_percentiles(selected: str) -> list[tuple[str, str]]:
 
 # The same selection of failures as in the rules: a client's own timeout, 504, is none.
 _FAILED = f'lockstep_router_requests_total{{{_OF},endpoint=~"/v1/.*",code=~"5..",code!="504"}}'
+_ASKED = f'lockstep_router_requests_total{{{_OF},endpoint=~"/v1/(chat/completions|completions|responses|embeddings)"}}'
+_TIMED_OUT = _ASKED.removesuffix("}") + ',code="504"}'
 
 SERVICE = (
     Chart("Streams now", "short", [(f"sum({of('lockstep_router_streams')})", "")], is_number=True),
@@ -402,6 +404,13 @@ SERVICE = (
         [(f"{rate(_ANSWERED, 'endpoint, code')} > 0", "{{endpoint}} {{code}}")],
         "LockstepErrors",
         is_stacked=True,
+    ),
+    Chart(
+        "Requests that their clients' timeouts end",
+        "percentunit",
+        [(f"{rate(_TIMED_OUT)} / ({rate(_ASKED)} > 0)", "")],
+        "LockstepTimeouts",
+        description="The share of requests to the model with the status 504. They are no errors of the service",
     ),
     Chart(
         "Time to first token",

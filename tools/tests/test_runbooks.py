@@ -118,7 +118,7 @@ def test_a_runbook_looks_at_the_pod_that_its_alert_names(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(BOOKS))
 def test_what_a_runbook_looks_for_in_metrics_is_there(name: str) -> None:
     """Each alternative of its patterns matches a line of an exposition."""
-    labels = ('code="503"', 'code="RESOURCE_EXHAUSTED"', 'outcome="FULL"')
+    labels = ('code="503"', 'code="504"', 'code="RESOURCE_EXHAUSTED"', 'outcome="FULL"')
     lines = [f"{each}{{{label}}} 1" for each in series() for label in labels]
     exposition = "\n".join(lines)
     for pattern in re.findall(r"metrics \| grep (?:-E )?'(.*)'$", BOOKS[name], re.MULTILINE):

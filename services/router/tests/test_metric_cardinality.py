@@ -146,4 +146,4 @@ async def test_errors_of_every_route_are_there_from_the_start(make_cluster):
     values = {tuple(sample.labels.values()) for metric in metrics.REQUESTS.collect() for sample in metric.samples}
     for face in ("http", "websocket", "grpc"):
         for endpoint in routes:
-            assert {(face, endpoint, "500"), (face, endpoint, "503")} <= values
+            assert {(face, endpoint, code) for code in ("500", "503", "504")} <= values

@@ -34,7 +34,7 @@ ENDPOINTS = (
 
 for _face in ("http", "websocket", "grpc"):
     for _endpoint in ENDPOINTS:
-        for _status in ("500", "503"):
+        for _status in ("500", "503", "504"):
             metrics.REQUESTS.labels(_face, _endpoint, _status)  # from 0
 
 NOBODY = Tenant("")
