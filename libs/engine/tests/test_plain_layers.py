@@ -93,7 +93,8 @@ def one_by_one(parts, x, cosine, sine, paged):
         queries, keys, values = (each.transpose(0, 1).contiguous() for each in heads)
         attended = paged.attend(layer.number, queries, keys, values, Scoring(layer.scale, layer.window))
         normed = cpu.add_rms_norm(x, layer.out.forward(attended.flatten(1)), second.weight, second.eps)
-        x.add_(layer.down.forward(cpu.silu_mul(layer.gate_up.forward(normed))))
+        gate, up = layer.gate_up.forward(normed).split(INNER, dim=1)
+        x.add_(layer.down.forward(cpu.apply(cpu.Function.SILU, gate.contiguous()) * up))
     return x
 
 

@@ -147,7 +147,6 @@ def test_all_builds_give_the_same_bits():
             rowwise.sum_rows(x),
             rowwise.rms_norm(x, weight[0], 1e-5),
             rowwise.layer_norm(x, weight[0], weight[1], 1e-5),
-            cpu.silu_mul(x[:, :330].contiguous()),
         ]
     cpu.use(before)
     first, *others = results.values()

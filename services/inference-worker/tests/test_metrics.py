@@ -65,14 +65,14 @@ async def test_the_prefix_cache_in_host_memory_is_counted_over_all_epochs(model_
 
     before, meter = counts(), StatusMeter("reference")
     for epoch, usage in (
-        (1, HostUsage(blocks=5, used_bytes=70, capacity_bytes=100, hits=1, copied_in=3, copied_out=8, dropped=2)),
-        (1, HostUsage(blocks=6, used_bytes=80, capacity_bytes=100, hits=1, copied_in=4, copied_out=9, dropped=2)),
+        (1, HostUsage(blocks=5, used_bytes=70, hits=1, copied_in=3, copied_out=8, dropped=2)),
+        (1, HostUsage(blocks=6, used_bytes=80, hits=1, copied_in=4, copied_out=9, dropped=2)),
         (1, HostUsage()),
-        (1, HostUsage(blocks=1, used_bytes=10, capacity_bytes=100, hits=2, copied_in=1, copied_out=4, dropped=0)),
+        (1, HostUsage(blocks=1, used_bytes=10, hits=2, copied_in=1, copied_out=4, dropped=0)),
         # The epoch begins before the counts do.
-        (2, HostUsage(blocks=1, used_bytes=10, capacity_bytes=100, hits=2, copied_in=1, copied_out=4, dropped=0)),
+        (2, HostUsage(blocks=1, used_bytes=10, hits=2, copied_in=1, copied_out=4, dropped=0)),
         (2, HostUsage()),
-        (2, HostUsage(blocks=2, used_bytes=20, capacity_bytes=100, hits=0, copied_in=0, copied_out=2, dropped=1)),
+        (2, HostUsage(blocks=2, used_bytes=20, hits=0, copied_in=0, copied_out=2, dropped=1)),
     ):
         meter.observe(replace(status, epoch=epoch, host=usage), ready=True, routers=0, streams=0)
     assert (value("host_cache_blocks"), value("host_cache_bytes")) == (2, 20 * len(status.ranks))

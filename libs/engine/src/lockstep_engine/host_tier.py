@@ -37,8 +37,6 @@ class HostUsage:
     """Blocks, hot and cold, in their slots."""
     used_bytes: int = 0
     """Bytes of these slots on one rank."""
-    capacity_bytes: int = 0
-    """Bytes of all slots on one rank; 0: there is no such tier."""
     hits: int = 0
     """Requests that have started after blocks of this tier."""
     copied_in: int = 0
@@ -127,11 +125,9 @@ class HostTier:
     @property
     def usage(self) -> HostUsage:
         """What the tier holds and has done."""
-        size = self._sizes.slot_bytes
         return HostUsage(
             blocks=len(self._held),
-            used_bytes=(self._unused - len(self._free)) * size,
-            capacity_bytes=self._sizes.slots * size,
+            used_bytes=(self._unused - len(self._free)) * self._sizes.slot_bytes,
             hits=self._hits,
             copied_in=self._copied_in,
             copied_out=self._copied_out,

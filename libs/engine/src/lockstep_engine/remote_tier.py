@@ -47,8 +47,6 @@ class RemoteUsage:
 
     fetching: int = 0
     """Requests that wait for blocks now."""
-    fetches: int = 0
-    """Requests that have waited for blocks."""
     fetched: int = 0
     """Blocks that have come, in any version."""
     stored: int = 0
@@ -174,7 +172,7 @@ class RemoteTier:
         """By the id of the request."""
         self._first_missing: dict[bytes, asyncio.Task[None]] = {}
         """By the digest of the first block that each of these fetches lacks."""
-        self._count = self._fetched = self._stored = 0
+        self._fetched = self._stored = 0
         self._ending: set[asyncio.Task[None]] = set()
         """Cancelled tasks that have not ended."""
         self.fetch_deadline_s = store.fetch_timeout_s + _GRACE_S
@@ -184,7 +182,7 @@ class RemoteTier:
     def usage(self) -> RemoteUsage:
         """What it has done."""
         stored = self._stored + (0 if self._epoch is None else self._epoch.writer.blocks)
-        return RemoteUsage(len(self._fetches), self._count, self._fetched, stored)
+        return RemoteUsage(len(self._fetches), self._fetched, stored)
 
     def open(self, ready: Ready, ranks: Sequence[Ready], sizes: HostSizes, memories: Sequence[memoryview]) -> None:
         """New ranks are ready.
@@ -241,7 +239,6 @@ class RemoteTier:
         task = asyncio.get_running_loop().create_task(self._run(epoch, request, keys, self._first_missing.get(first)))
         self._fetches[request.id] = task
         self._first_missing[first] = task
-        self._count += 1
 
         def done(ended: asyncio.Task[None]) -> None:
             if self._first_missing.get(first) is ended:

@@ -370,10 +370,6 @@ void lockstep_largest(int64_t *ids, int64_t *usable, const float *x, int64_t row
     }
 }
 
-void lockstep_silu_mul(float *out, const float *gate_up, int64_t rows, int64_t inner) {
-    chosen.silu_mul(out, gate_up, rows, inner);
-}
-
 /* out[i] = function(x[i]), an `enum function`. */
 void lockstep_map(float *out, const float *x, int64_t count, int function, int threads) {
     if (count < 16384) threads = 1;

@@ -76,7 +76,6 @@ def _load() -> ctypes.CDLL | None:
         "softmax": (_POINTER, _POINTER, _LONG, _LONG),
         "sum": (_POINTER, _POINTER, _LONG, _LONG),
         "largest": (*[_POINTER] * 3, _LONG, _LONG, _INT),
-        "silu_mul": (_POINTER, _POINTER, _LONG, _LONG),
         "map": (_POINTER, _POINTER, _LONG, _INT, _INT),
         "linear": (ctypes.POINTER(LinearCall), _INT),
         "product": (ctypes.POINTER(ProductCall), _POINTER, _INT),
@@ -269,15 +268,6 @@ def largest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ids, usable = torch.empty(2, rows, dtype=torch.int64).unbind()
     _library.lockstep_largest(ids.data_ptr(), usable.data_ptr(), x.data_ptr(), rows, width, torch.get_num_threads())
     return ids, usable
-
-
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[rows, 2 * inner] -> silu(first half) * second half, [rows, inner]; float32."""
-    assert _library is not None
-    rows, width = gate_up.shape
-    out = torch.empty(rows, width // 2)
-    _library.lockstep_silu_mul(out.data_ptr(), gate_up.data_ptr(), rows, width // 2)
-    return out
 
 
 def plain(
