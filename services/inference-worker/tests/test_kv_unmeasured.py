@@ -91,7 +91,13 @@ async def test_a_server_without_room_for_the_probe_is_logged_once(kv, target, ca
 
 
 async def test_a_store_ends_also_at_the_moment_when_its_server_returns(kv, target):
+    def its_tasks():
+        return [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.startswith("KvStore.")]
+
     async with asyncio.timeout(30):
         async with opened(target) as store:
             await asyncio.sleep(0.05)  # it waits to probe again
+            assert its_tasks()
             store.client.on_return()
+    assert not its_tasks()
+    assert store.client.is_away

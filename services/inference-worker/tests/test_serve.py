@@ -375,6 +375,9 @@ async def test_an_unknown_kind_of_frame_is_ignored(worker):
     await router.send()
     await router.send(submit=submit())
     await until(lambda: worker.engine.requests)
+    worker.engine.step()
+    assert (await router.next("tokens")).tokens.streams[0].stream_id == "s"
+    assert "rejected" not in router.kinds()
 
 
 async def test_tokenizer_files_are_found_by_digest(worker):
