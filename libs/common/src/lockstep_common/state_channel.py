@@ -1,10 +1,12 @@
-"""The channel to the state server, and the probes that find out when a server that was away is there again.
+"""The channel to the state server, the probes that find out when a server that was away is there again, and the errors
+of calls.
 
 What the calls are, and when the server counts as away, is decided by those that call. It is for services that have gRPC
 among their dependencies: this package has not.
 """
 
 import asyncio
+from collections.abc import Callable, Coroutine
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -23,6 +25,23 @@ _OPTIONS: tuple[tuple[str, object], ...] = (
 )
 
 
+class StateAwayError(Exception):
+    """The state server does not answer, has no room for the call, or is not asked because it did not answer.
+
+    Args:
+        reason: name of gRPC's status, or of another reason; empty: not given.
+    """
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(reason)
+        self.is_late = reason == grpc.StatusCode.DEADLINE_EXCEEDED.name
+        """It has not answered in time, on a connection that may be in order."""
+
+
+class StateRefusedError(Exception):
+    """The state server takes no such call; another try would not help."""
+
+
 class StateChannel:
     """One channel, which a probe that fails replaces: the next one has the newest certificates and addresses.
 
@@ -39,6 +58,7 @@ class StateChannel:
         self._target = target
         self._dial = dial
         self._service = service
+        self._probing: asyncio.Task[None] | None = None
         self._options = (("grpc.max_receive_message_length", max_message_bytes), *_OPTIONS)
 
     def open(self) -> None:
@@ -46,10 +66,18 @@ class StateChannel:
         self.current = self._dial(self._target, self._options)
 
     async def close(self) -> None:
-        """Disconnect."""
+        """End the probing and disconnect."""
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.gather(self._probing, return_exceptions=True)
         channel, self.current = self.current, None
         if channel is not None:
             await channel.close()
+
+    def start_probing(self, probing: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Run `probing`, which calls `probe`, in a task that ends with this channel. Does nothing while it runs."""
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(probing())
 
     async def probe(self, timeout_s: float) -> float:
         """Ask the server's health, every `PROBE_EVERY_S`, until it is well; how long the last answer took, in seconds.

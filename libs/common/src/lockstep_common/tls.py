@@ -242,6 +242,11 @@ def server_context(certificates: Certificates, *, verify_clients: ssl.VerifyMode
     return context
 
 
+def management_context(certificates: Certificates | None) -> ssl.SSLContext | None:
+    """The TLS context of a management port; None: plain HTTP. Kubelets show no certificate, Prometheus does."""
+    return None if certificates is None else server_context(certificates, verify_clients=ssl.CERT_OPTIONAL)
+
+
 def _make_context(material: Material, verify_clients: ssl.VerifyMode) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _load(context, material)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.errors import LockstepError, invalid
 
 _MODES = {
     "pooling_mode_lasttoken": "last",
@@ -83,8 +83,6 @@ def _read(file: Path) -> Any:
 
 
 def _refuse(path: Path, sentence: str) -> LockstepError:
-    return LockstepError(
-        ErrorCode.INVALID_REQUEST,
-        f"model {path}: {sentence}, which is not supported; `embeddings` selects last, mean or none instead",
-        field="model",
+    return invalid(
+        "model", f"{path}: {sentence}, which is not supported; `embeddings` selects last, mean or none instead"
     )

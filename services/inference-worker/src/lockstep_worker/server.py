@@ -27,7 +27,7 @@ from lockstep_common.management import Reports, managed
 from lockstep_common.protocol import MAX_MESSAGE_BYTES
 from lockstep_common.settings import fail
 from lockstep_common.termination import leave_message
-from lockstep_common.tls import Certificates
+from lockstep_common.tls import Certificates, management_context
 from lockstep_common.tracing import setup_tracing
 from lockstep_common.watched_files import watched
 from lockstep_engine import AsyncEngine
@@ -40,7 +40,7 @@ from lockstep_worker.profile import profile_archive
 from lockstep_worker.service import WorkerService
 from lockstep_worker.settings import WorkerSettings
 from lockstep_worker.shared_memory import check_shared_memory
-from lockstep_worker.tls import check_peers, load_certificates, management_context, state_dial
+from lockstep_worker.tls import check_peers, load_certificates, state_dial
 from lockstep_worker.worker import Worker
 
 _SERVICE = "lockstep.v1.Worker"
@@ -159,7 +159,7 @@ def _managed(
             profile=partial(profile_archive, worker.engine),
         ),
         liveness_timeout_s=settings.liveness_timeout_s,
-        tls=management_context(settings, certificates),
+        tls=management_context(certificates if settings.management_tls else None),
     )
 
 

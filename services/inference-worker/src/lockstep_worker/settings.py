@@ -9,7 +9,7 @@ from lockstep_engine import EngineConfig
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
-from lockstep_worker.kv_store.settings import StateServerSettings
+from lockstep_worker.kv_store.settings import KvStoreSettings
 from lockstep_worker.quantities import Bytes, BytesOrNone
 
 OTHER_NAMES = {"kv_memory_bytes": "kv_memory", "label": "worker_id"}
@@ -19,7 +19,7 @@ INTERNAL_OPTIONS = frozenset({"collectives"})
 """Engine options without a setting: they exist for tests and measurements."""
 
 
-class WorkerSettings(StateServerSettings):
+class WorkerSettings(KvStoreSettings):
     """The settings of one worker process."""
 
     model: str = Field(description="Model directory in the Hugging Face layout.")

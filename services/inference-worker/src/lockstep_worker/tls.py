@@ -5,11 +5,10 @@ A peer without a certificate of the authority fails in the handshake. One whose 
 PERMISSION_DENIED for every call, including health and reflection.
 """
 
-import ssl
 from functools import partial
 
 from lockstep_common.grpc_tls import Dial, PeerInterceptor, dial_plain, dial_secure
-from lockstep_common.tls import Certificates, TlsFiles, server_context
+from lockstep_common.tls import Certificates, TlsFiles
 
 from lockstep_worker import metrics
 from lockstep_worker.settings import WorkerSettings
@@ -25,13 +24,6 @@ def load_certificates(settings: WorkerSettings) -> Certificates | None:
         return None
     names = {"cert": "tls_cert", "key": "tls_key", "ca": "tls_ca"}
     return Certificates("worker", TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca), names)
-
-
-def management_context(settings: WorkerSettings, certificates: Certificates | None) -> ssl.SSLContext | None:
-    """The TLS context of the management port; None: plain HTTP. Kubelets show no certificate, Prometheus does."""
-    if not settings.management_tls or certificates is None:
-        return None
-    return server_context(certificates, verify_clients=ssl.CERT_OPTIONAL)
 
 
 def check_peers(settings: WorkerSettings) -> PeerInterceptor:

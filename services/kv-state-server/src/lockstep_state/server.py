@@ -5,7 +5,6 @@ import contextlib
 import logging
 import os
 import socket
-import ssl
 
 import grpc
 import uvloop
@@ -22,7 +21,7 @@ from lockstep_common.listening import claim
 from lockstep_common.management import Reports, managed
 from lockstep_common.settings import fail
 from lockstep_common.termination import leave_message
-from lockstep_common.tls import Certificates, TlsFiles, server_context
+from lockstep_common.tls import Certificates, TlsFiles, management_context
 from lockstep_common.tracing import Tracing, setup_tracing
 from lockstep_common.watched_files import watched
 
@@ -111,7 +110,7 @@ async def run(settings: StateSettings, stop: asyncio.Event) -> None:
             settings.management_port,
             reports,
             liveness_timeout_s=settings.liveness_timeout_s,
-            tls=_management_context(settings, certificates),
+            tls=management_context(certificates if settings.management_tls else None),
         )
         management_port = await stack.enter_async_context(management)
         server = _listen(backend, health, settings, certificates, tracing)
@@ -179,12 +178,6 @@ def _certificates(settings: StateSettings) -> Certificates | None:
         return None
     names = {"cert": "tls_cert", "key": "tls_key", "ca": "tls_ca"}
     return Certificates("state", TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca), names)
-
-
-def _management_context(settings: StateSettings, certificates: Certificates | None) -> ssl.SSLContext | None:
-    if not settings.management_tls or certificates is None:
-        return None
-    return server_context(certificates, verify_clients=ssl.CERT_OPTIONAL)
 
 
 def health_of(backend: Backend) -> Health:

@@ -12,7 +12,7 @@ import grpc
 from lockstep_api.v1 import state_pb2, state_pb2_grpc
 from lockstep_common.breaker import Breaker
 from lockstep_common.grpc_tls import Dial
-from lockstep_common.state_channel import StateChannel, is_own_cancellation
+from lockstep_common.state_channel import StateAwayError, StateChannel, StateRefusedError, is_own_cancellation
 from lockstep_common.tracing.calls import calling
 
 from lockstep_worker import metrics
@@ -26,18 +26,6 @@ _DETAIL_CHARS = 256
 _REFUSALS = frozenset(
     {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.PERMISSION_DENIED}
 )
-
-
-class StateAwayError(Exception):
-    """The state server does not answer, has no room for the call, or is not asked because it did not answer."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.is_late = reason == grpc.StatusCode.DEADLINE_EXCEEDED.name
-
-
-class StateRefusedError(Exception):
-    """The state server takes no such call; another try would not help."""
 
 
 class KvClient:
@@ -60,7 +48,6 @@ class KvClient:
         self._identity = identity
         self._breaker = Breaker("kv", _FAILURES_TO_OPEN)
         self._channel = StateChannel(target, dial, "lockstep.v1.Kv", _MESSAGE_BYTES)
-        self._probing: asyncio.Task[None] | None = None
         self._refusals: set[str] = set()
         metrics.REMOTE_BREAKER.set(0)
 
@@ -75,9 +62,6 @@ class KvClient:
 
     async def close(self) -> None:
         """Disconnect."""
-        if self._probing is not None:
-            self._probing.cancel()
-            await asyncio.gather(self._probing, return_exceptions=True)
         await self._channel.close()
 
     async def look_up(self, request: state_pb2.LookUpBlocksRequest) -> state_pb2.LookUpBlocksResponse:
@@ -175,8 +159,7 @@ class KvClient:
         logger.warning("the state server does not answer: prefixes are computed", extra=extra)
         self.is_reachable.clear()
         metrics.REMOTE_BREAKER.set(1)
-        if self._probing is None or self._probing.done():
-            self._probing = asyncio.create_task(self._probe())
+        self._channel.start_probing(self._probe)
 
     async def _probe(self) -> None:
         while self._breaker.is_open:

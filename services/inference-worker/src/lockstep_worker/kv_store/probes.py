@@ -12,9 +12,10 @@ from random import Random
 
 import xxhash
 from lockstep_api.v1 import state_pb2
+from lockstep_common.state_channel import StateAwayError, StateRefusedError
 from lockstep_engine.remote_store import BlockForm, HeadRange
 
-from lockstep_worker.kv_store.client import KvClient, StateAwayError, StateRefusedError
+from lockstep_worker.kv_store.client import KvClient
 from lockstep_worker.kv_store.link import Link
 from lockstep_worker.kv_store.parts import PartReader, to_header, to_key
 

@@ -6,7 +6,7 @@ from pydantic import Field
 from lockstep_worker.quantities import Bytes
 
 
-class StateServerSettings(StateAddressSettings):
+class KvStoreSettings(StateAddressSettings):
     """Where the state server is, and what it may cost. Times are in seconds."""
 
     state_server: str = Field(

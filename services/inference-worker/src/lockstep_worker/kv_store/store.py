@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 from lockstep_api.v1 import state_pb2
 from lockstep_common.grpc_tls import Dial
+from lockstep_common.state_channel import StateAwayError, StateRefusedError
 from lockstep_common.tracing import names
 from lockstep_common.tracing.spans import CURRENT, Span
 from lockstep_engine.remote_store import BlockForm, FetchResult, HeadRange, StoredBlock
 
 from lockstep_worker import metrics
-from lockstep_worker.kv_store.client import KvClient, StateAwayError, StateRefusedError
+from lockstep_worker.kv_store.client import KvClient
 from lockstep_worker.kv_store.gate import Choice, choose
 from lockstep_worker.kv_store.link import Link, Transfer
 from lockstep_worker.kv_store.parts import DamagedError, PartReader, to_key

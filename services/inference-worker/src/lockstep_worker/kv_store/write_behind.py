@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 import xxhash
 from lockstep_api.v1 import state_pb2
+from lockstep_common.state_channel import StateAwayError, StateRefusedError
 from lockstep_engine.remote_store import BlockForm, HeadRange, StoredBlock
 
 from lockstep_worker import metrics
-from lockstep_worker.kv_store.client import KvClient, StateAwayError, StateRefusedError
+from lockstep_worker.kv_store.client import KvClient
 from lockstep_worker.kv_store.parts import to_header, to_key
 
 logger = logging.getLogger("lockstep.worker")

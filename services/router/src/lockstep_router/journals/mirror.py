@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 from lockstep_api.v1 import state_pb2
 from lockstep_api.v1.state_pb2 import WriteOutcome
+from lockstep_common.state_channel import StateAwayError, StateRefusedError
 
 from lockstep_router import metrics
 from lockstep_router.journals.mirror_entry import Entry
-from lockstep_router.journals.state_client import StateAwayError, StateClient, StateRefusedError
+from lockstep_router.journals.state_client import StateClient
 from lockstep_router.journals.stored_form import REMOVED, tenant_of, to_message, to_piece
 
 logger = logging.getLogger("lockstep.router")

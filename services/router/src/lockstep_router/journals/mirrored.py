@@ -12,6 +12,7 @@ from lockstep_api.v1 import state_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.grpc_tls import Dial
 from lockstep_common.protocol import NO_TOKENS
+from lockstep_common.state_channel import StateAwayError, StateRefusedError
 
 from lockstep_router import metrics
 from lockstep_router.journals.memory import MemoryJournalStore
@@ -19,7 +20,7 @@ from lockstep_router.journals.mirror import Mirror, trim_request
 from lockstep_router.journals.mirror_entry import Entry
 from lockstep_router.journals.records import ChoiceLog, Claim, Outcome, Piece, RequestRecord, StoredStream
 from lockstep_router.journals.shared_keys import SharedKeys
-from lockstep_router.journals.state_client import StateAwayError, StateClient, StateRefusedError
+from lockstep_router.journals.state_client import StateClient
 from lockstep_router.journals.store import StoreAwayError
 from lockstep_router.journals.stored_form import (
     TAKEN_TO_END,

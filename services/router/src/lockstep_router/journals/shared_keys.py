@@ -9,11 +9,12 @@ from functools import partial
 from weakref import WeakValueDictionary
 
 from lockstep_api.v1 import state_pb2
+from lockstep_common.state_channel import StateAwayError, StateRefusedError
 
 from lockstep_router import metrics
 from lockstep_router.journals.mirror import Mirror
 from lockstep_router.journals.records import Claim
-from lockstep_router.journals.state_client import StateAwayError, StateClient, StateRefusedError
+from lockstep_router.journals.state_client import StateClient
 from lockstep_router.journals.stored_form import Key, tenant_of_scope
 
 for _outcome in ("granted", "known", "away"):

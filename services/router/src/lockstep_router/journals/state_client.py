@@ -15,7 +15,7 @@ from lockstep_api.v1 import state_pb2, state_pb2_grpc
 from lockstep_common.breaker import Breaker
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.grpc_tls import Dial
-from lockstep_common.state_channel import StateChannel, is_own_cancellation
+from lockstep_common.state_channel import StateAwayError, StateChannel, StateRefusedError, is_own_cancellation
 from lockstep_common.tracing.calls import Metadata, calling
 
 from lockstep_router import metrics
@@ -28,19 +28,6 @@ _FAILURES_TO_OPEN = {"requests": 3, "mirror": 2}
 _MAX_CALLS = 256
 """Calls at a time for requests of clients; more are refused."""
 _REFUSALS = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED})
-
-
-class StateAwayError(Exception):
-    """The state server does not answer, or is not asked because it did not."""
-
-    def __init__(self, *, is_late: bool = False) -> None:
-        """Args: `is_late`: it has not answered in time, on a connection that may be in order."""
-        super().__init__()
-        self.is_late = is_late
-
-
-class StateRefusedError(Exception):
-    """The state server takes no such call; another try would not help."""
 
 
 class StateClient:
@@ -70,7 +57,6 @@ class StateClient:
         # A stream's journal may be long; the server bounds it.
         self._channel = StateChannel(target, dial, "lockstep.v1.Journal", -1)
         self._calls = 0
-        self._probing: asyncio.Task[None] | None = None
         self._measure()
 
     @property
@@ -84,9 +70,6 @@ class StateClient:
 
     async def close(self) -> None:
         """Disconnect."""
-        if self._probing is not None:
-            self._probing.cancel()
-            await asyncio.gather(self._probing, return_exceptions=True)
         await self._channel.close()
 
     # The mirror's calls.
@@ -224,7 +207,7 @@ class StateClient:
                 breaker.note_success()
                 raise StateAwayError from None
             self.note_failure(breaker, error.code().name)
-            raise StateAwayError(is_late=error.code() is grpc.StatusCode.DEADLINE_EXCEEDED) from None
+            raise StateAwayError(error.code().name) from None
         except asyncio.CancelledError:
             if is_own_cancellation():
                 raise
@@ -249,8 +232,7 @@ class StateClient:
             self.is_reachable.clear()
             self.requests.is_open = True
         self._measure()
-        if self._probing is None or self._probing.done():
-            self._probing = asyncio.create_task(self._probe())
+        self._channel.start_probing(self._probe)
 
     async def _probe(self) -> None:
         while self.requests.is_open or self.mirror.is_open:
