@@ -1,10 +1,10 @@
-"""Which rank of a group hangs, told from the counters in shared memory.
+"""Finds the rank of a group that hangs, from the counters in shared memory.
 
-The ranks meet in collectives, so all but one of them wait for that one, which has come least far. How far a rank has
-come is told by its host on the CPU, which computes itself. The host of a GPU only launches: it is steps ahead of its
-device and says nothing about it. There the device writes its place itself (see the engine's `device_marks`), and how
-far the host has launched tells which of the two stands still. The driver decides with it, and `lockstep debug`, which
-has no engine.
+The ranks meet in collectives, so the others wait for the rank with the least progress. On the CPU the host computes
+itself, and its counter is the rank's progress. The host of a GPU only launches: it is steps ahead of its device, and
+its counter does not show what the device does. So the device writes its progress itself (see the engine's
+`device_marks`). The host's last launch then shows whether the host or the device stands still. The driver decides with
+it, and so does `lockstep debug`, which has no engine.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Hang(NamedTuple):
 
 
 def find_hung(ranks: Sequence[Progress]) -> Hang:
-    """The rank that has come least far; the first of them if there are several.
+    """The rank with the least progress; the first of them if there are several.
 
     Args:
         ranks: the progress of each rank. They must have begun with equal counters.

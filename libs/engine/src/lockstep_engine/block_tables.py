@@ -322,9 +322,9 @@ class BlockTables:
         sequence.remembered = max(sequence.remembered, full)
 
     def forget(self, sequence: Sequence) -> None:
-        """The contents of a sequence's blocks may be damaged, so that no other sequence is to begin with them, and
-        nobody is to store them. Those that it had before it was preempted count, and copies in host memory. Releases
-        none.
+        """Remove a sequence's blocks from the prefix cache: their contents may be damaged, so no other sequence may
+        begin with them, and they must not be stored. This includes the blocks that it had before it was preempted,
+        and copies in host memory. Releases none.
         """
         sequence.remembered = 0
         for cold, pool, shift in ((False, self.hot, 0), (True, self.cold, self._first_cold)):

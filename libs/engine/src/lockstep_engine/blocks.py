@@ -92,7 +92,7 @@ class BlockPool:
         log: notes the blocks that become known by their keys, and that are evicted, unless the tier below has them too.
         on_evict: called before a block with a key is evicted, with its number, its key and whether it was not among
             those that are evicted first. `owner` says whose it is.
-        is_below: whether the tier below has the block with a digest, after `on_evict` also one that it is to get.
+        is_below: whether the tier below has the block with a digest, after `on_evict` also one that it will get.
         on_change: called with the digest of a block that becomes known or is evicted, and of a known one that begins or
             ceases to be used.
     """
@@ -180,7 +180,7 @@ class BlockPool:
             self._on_change(key.digest)
 
     def forget(self, block: int) -> None:
-        """A block is no longer known by its key: nobody else is to begin with its contents."""
+        """Remove a block from the prefix index, so that no other sequence begins with its contents."""
         key = self._keys[block]
         if key is None:
             return

@@ -34,7 +34,7 @@ def masks_of(chunks: list[Chunk]) -> tuple[NDArray[np.int32] | None, NDArray[np.
 
 
 def targets_of(chunks: list[Chunk]) -> NDArray[np.int32] | None:
-    """For each token of the step the id that follows it if that id is to be scored, else -1. None: no id is."""
+    """For each token of the step the id that follows it if that id has to be scored, else -1. None: no id is."""
     if not any(chunk.scored for chunk in chunks):
         return None
     ids = np.full(sum(chunk.tokens for chunk in chunks), -1, dtype=np.int32)

@@ -1,7 +1,7 @@
-"""Tells from an error what has failed: memory, a kernel that can never run here, or the device.
+"""Finds from an error what has failed: memory, a kernel that can never run here, or the device.
 
 Ranks are started again after a failure of memory or of a device, and never after that of a kernel, which every start
-would repeat. Most of these errors share a type, so that what the libraries say decides.
+would repeat. Most of these errors share a type, so the text of the error decides.
 """
 
 import torch

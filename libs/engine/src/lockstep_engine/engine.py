@@ -254,8 +254,8 @@ class AsyncEngine:
         return () if group is None else group.times
 
     def view_ranks(self) -> dict[str, Any]:
-        """Where the ranks are, as JSON types, for people who look for a hang. Any thread may call; it takes 0.5 s at
-        most.
+        """Where the ranks are, as JSON types, for people who search for the cause of a hang. Any thread may call; it
+        takes 0.5 s at most.
         """
         group = self._lifecycle.group
         if group is None:
@@ -422,7 +422,7 @@ class AsyncEngine:
         return settings if self._remote is None else replace(settings, host_bytes=self.config.host_cache_bytes)
 
     def _on_remote(self) -> None:
-        """A request need not wait for its blocks any more, or blocks are to be copied."""
+        """A request need not wait for its blocks any more, or there are blocks to copy."""
         self._lifecycle.guarded(self._pass_on_ends, [])
 
     def _on_masks_in_thread(self) -> None:

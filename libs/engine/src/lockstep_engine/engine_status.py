@@ -1,4 +1,4 @@
-"""What an engine says of itself and of its ranks: a snapshot, for displays, metrics and those who choose an engine."""
+"""A snapshot of an engine and its ranks, for displays, for metrics and for callers that choose an engine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,6 +1,6 @@
 """Decides what happens where a GPU would serve on a slow path: without the Triton kernels, without CUDA graphs, or with
-kernels that are compiled only at the start. Nobody notices a slow path by its results, so it is an error unless the
-setting `fast_path` allows it.
+kernels that are compiled only at the start. A slow path gives the same results and would not be noticed, so it is an
+error unless the setting `fast_path` allows it.
 """
 
 import logging

@@ -186,7 +186,9 @@ class GrammarCompiler:
         return compilation, work
 
     def _leave(self, compilation: "_Compilation", work: Future[Constraint]) -> None:
-        """A request waits no longer. Its grammar is not compiled if nobody else waits and no thread has begun."""
+        """A request waits no longer. Its grammar is not compiled if no other request waits for it and no thread has
+        begun.
+        """
         with self._queue:
             compilation.waiting.pop(work, None)
             if compilation.began_s == math.inf and not compilation.waiting:
@@ -300,7 +302,7 @@ class _Cache:
 
 
 def most_at_once(grammars: Collection[Grammar]) -> int:
-    """How many requests with these grammars an engine takes at once if it serves nobody else: half of its limits,
+    """How many requests with these grammars an engine takes at once if it serves no other requests: half of its limits,
     because what has ended may still be held for a moment.
     """
     largest = max(map(_estimated_bytes, grammars), default=_GRAMMAR_BYTES)

@@ -100,8 +100,8 @@ class _CudaRecording(Recording):
 
 
 def end_allocation(pool: tuple[int, int]) -> None:
-    """Tell the allocator of the current device that nothing is recorded into a pool any more. Torch has no public name
-    for it.
+    """Inform the allocator of the current device that nothing is recorded into a pool any more. Torch has no public
+    name for it.
     """
     torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 

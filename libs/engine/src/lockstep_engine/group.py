@@ -322,8 +322,8 @@ class RankGroup:
 
     @contextlib.contextmanager
     def _failing_on_errors(self) -> Iterator[None]:
-        """Fail the group if what the loop calls raises an error. A message or a result may be lost then, and nobody
-        else would notice: the requests would wait for ever.
+        """Fail the group if what the loop calls raises an error. A message or a result may be lost then, and
+        without this the requests would wait for ever.
         """
         try:
             yield
@@ -337,8 +337,8 @@ class RankGroup:
             try:
                 data, descriptors, _, _ = socket.recv_fds(control, MAX_CONTROL_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             except ConnectionResetError:
-                # A rank that ends with messages unread. Its own last ones are behind this error, which the loop tells
-                # once: it may not call again.
+                # A rank that ends with unread messages. Its own last messages come after this error, which the loop
+                # reports once: it may not call again.
                 if not was_reset:
                     was_reset = True
                     continue

@@ -85,7 +85,7 @@ class GroupOutput:
             output.ask_stack()
 
     def log_places(self) -> dict[int, str]:
-        """Log where each rank is, as it has written since `ask_stacks`; returns the flight records."""
+        """Log the state and stack of each rank, which it has written since `ask_stacks`; returns the flight records."""
         records = {}
         for output in self.outputs:
             process, waits_in, stack = output.place(time.monotonic())
@@ -107,7 +107,7 @@ class GroupOutput:
         )
 
     def end_ranks(self, timeout_s: float) -> None:
-        """Kill all ranks and wait until they have ended. The caller sees to it that nobody closes this meanwhile."""
+        """Kill all ranks and wait until they have ended. The caller makes sure that `close` is not called meanwhile."""
         until = time.monotonic() + timeout_s
         for output in self.outputs:
             output.end(until)
@@ -133,7 +133,7 @@ class GroupOutput:
         """Log what a rank has written to its stderr: warnings of libraries, the stack of a crash."""
         lines, has_more = output.read_lines()
         is_flood = output.dropped > 0
-        if lines or not has_more:  # what is dropped is told with a line that is not
+        if lines or not has_more:  # the count of dropped lines is logged with the next line that is kept
             dropped = output.take_dropped()
             fields: dict[str, str | int] = {"dropped_lines": dropped} if dropped else {}
             for chunk in joined(lines) or ([""] if dropped else []):

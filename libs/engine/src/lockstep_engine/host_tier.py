@@ -11,9 +11,9 @@ Invariant: a slot that a plan reads has been written by an earlier plan or by a 
 has been written to it since. Therefore a block is pinned, and its slots are not used again, from the spill or the load
 that is ordered until the plan that executes it.
 
-Tenants share the tier as they share the pools: none has more than its share at the cost of others. Room that nobody
-else needs is not left empty, though. Once the tier is full, a tenant beyond its share loses blocks first, and one that
-would go beyond it makes room with its own.
+Tenants share the tier as they share the pools: none has more than its share at the cost of others. A tenant
+may use room that no other tenant needs. Once the tier is full, a tenant beyond its share loses blocks first, and one
+that would go beyond it makes room with its own.
 """
 
 from collections import Counter, OrderedDict
@@ -260,7 +260,9 @@ class HostTier:
                 self._touch((cold, key.digest))
 
     def forget(self, keys: Iterable[BlockKey], *, cold: bool) -> None:
-        """Nobody is to begin with the contents of these blocks. Those that are being copied stay."""
+        """Remove these blocks from the tier, so that no request begins with their contents. Blocks that are being
+        copied stay.
+        """
         for key in keys:
             if self.has(key, cold=cold):
                 self._free.extend(self._evict((cold, key.digest)))

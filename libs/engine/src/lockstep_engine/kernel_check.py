@@ -1,9 +1,9 @@
 """A rank's check at its start that the GPU's kernels compute what torch computes, on the device that will serve.
 
-A kernel may be compiled wrongly for a GPU, or by a version of Triton, that nobody has tried. The rank computes a fixed
-text as a chunk and its last token as a decode step: with the kernels, and with the model's own code and torch. Blocks
-that go cold meanwhile are compared, too. A rank that computes something else refuses to serve. All ranks see the same
-logits, so that they agree without asking one another.
+A kernel may be compiled wrongly for a GPU, or by a version of Triton, on which it was never tested. The rank computes a
+fixed text as a chunk and its last token as a decode step: with the kernels, and with the model's own code and torch.
+Blocks that go cold meanwhile are compared, too. A rank that computes something else refuses to serve. All ranks see the
+same logits, so that they agree without asking one another.
 """
 
 from dataclasses import dataclass

@@ -29,7 +29,7 @@ class DeviceMemory(Protocol):
     """Memory of a device. Tests have one of their own."""
 
     def free_bytes(self) -> int:
-        """What nobody uses."""
+        """Bytes of free device memory."""
         ...
 
     def peak_bytes(self, work: Callable[[], object]) -> int:

@@ -83,7 +83,7 @@ class Plan(msgspec.Struct, array_like=True):
     """[masked, words]: the tokens that each of them may choose. Bit b of word w stands for token 32 * w + b."""
 
     pools: NDArray[np.bool_] | None = None
-    """[sequences]: whether its hidden states become an embedding. None: nobody's do."""
+    """[sequences]: whether its hidden states become an embedding. None: none does."""
     completes: NDArray[np.bool_] | None = None
     """[sequences]: whether the step computes the last token of such a sequence. Set together with `pools`."""
 

@@ -192,7 +192,7 @@ def build_module(options: argparse.Namespace) -> None:
         stub = Path(name) / "libcuda.so.1"
         _compile([*compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(stub), "-x", "c", os.devnull])
         flags = ["-O3", "-shared", "-fPIC", "-Wno-psabi", f"-I{source.parent / 'include'}", f"-I{python}"]
-        # The library is named though nothing of it is used here: the module is to load the driver's.
+        # The library is named though nothing of it is used here: the module must load the driver's.
         linked = ["-Wl,--no-as-needed", f"-L{name}", "-l:libcuda.so.1"]
         _compile([*compiler, str(source), *flags, *linked, "-o", str(prebuilt.module_path(folder))])
     write_manifest(folder)

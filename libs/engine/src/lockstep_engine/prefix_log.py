@@ -1,4 +1,4 @@
-"""Which blocks of a pool of the prefix cache have come and gone, for those who choose an engine by them.
+"""Which blocks of a pool of the prefix cache have come and gone, for callers that choose an engine by them.
 
 It is off until it is asked for. Then each block that becomes known under its key, or is evicted, costs an entry of a
 dictionary; what has become of it is looked up when the changes are taken, outside the steps.
@@ -16,7 +16,7 @@ class PrefixChanges(NamedTuple):
     added: tuple[int, ...] = ()
     removed: tuple[int, ...] = ()
     is_complete: bool = True
-    """False: what was known before is to be forgotten, and the blocks are to be listed anew."""
+    """False: changes were lost. Forget what was known before, and ask for all blocks again."""
 
 
 class PrefixLog:

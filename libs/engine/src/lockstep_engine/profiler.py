@@ -42,8 +42,8 @@ _LEVEL = 3
 class RankProfiler:
     """Profiles steps of this rank when the driver orders it.
 
-    The first step after the order is not part of the profile. It warms torch's profiler up, and tells how many events a
-    step has. All ranks read the order between the same two steps, so their profiles begin at the same one.
+    The first step after the order is not part of the profile. It warms torch's profiler up and counts the events of a
+    step. All ranks read the order between the same two steps, so their profiles begin at the same one.
 
     Args:
         rank: number of the rank.

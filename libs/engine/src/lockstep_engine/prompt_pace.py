@@ -24,7 +24,7 @@ class PromptPace:
         self.step_s = 0.0
         """Time of a step besides that, those that decode in it included."""
         self._measured = False
-        # Least squares of the line through `step_s`: a long step tells much more of the time of a token than a short
+        # Least squares of the line through `step_s`: a long step says much more about the time of a token than a short
         # one. Both sums forget.
         self._squares = 0.0
         self._products = 0.0

@@ -5,8 +5,9 @@ ignores the end of text, each in the mean time of a token. That time includes wh
 for the others in its batch.
 
 Before the first request has ended, tokens are expected to come as they do in the running ones or, before those have
-any, at the pace of the ranks' self-test. How long answers are that end by themselves is not known then: they count with
-what the running ones have had so far, so that the estimate is rather too short, and nobody is refused without need.
+any, at the pace of the ranks' self-test. The length of answers that end by themselves is not known yet. Each is
+expected to be as long as the answers of the running requests are so far. So the estimate is too short rather than too
+long, and no request is refused without need.
 """
 
 import heapq

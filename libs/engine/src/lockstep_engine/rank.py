@@ -261,7 +261,9 @@ class Rank:
         return Launched(plan.step, chosen, unserved, scores, pooled, spent_us, idle, computed, self._timer.now())
 
     def _launch_nothing(self, step: int, idle: list[tuple[Timestamp, Timestamp]]) -> Launched:
-        """The rest of a step that only copies. The ranks meet once, so that rank 0's result tells that all have."""
+        """The rest of a step that only copies. The ranks meet once, so that rank 0's result means that all have
+        copied.
+        """
         self._group.all_gather(torch.zeros(1, dtype=torch.int64, device=self._device))
         computed = self._timer.now()
         chosen = None if self._sampler is None else Sampled(torch.empty(0, dtype=torch.int64), [])
@@ -407,8 +409,8 @@ class Rank:
             return None
 
     def _launch_all_forms(self, *, by_kernels: bool) -> None:
-        """Launch the kernels whose form follows the step, so that none is built while serving; without kernels nothing
-        is to be done.
+        """Launch the kernels whose form follows the step, so that none is built while serving; without kernels it
+        does nothing.
         """
         if not by_kernels:
             return
@@ -454,7 +456,7 @@ class Rank:
         )
 
     def _agree_on_blocks(self, loaded: Loaded) -> tuple[PoolSizes, float, float]:
-        """Tell the driver, and wait for its answer. An order for the log may come before it.
+        """Send `loaded` to the driver and wait for its answer. An order for the log may come before it.
 
         Returns:
             The blocks, and the times of both messages on the monotonic clock.

@@ -128,7 +128,9 @@ _TAKEN = frozenset(vars(logging.makeLogRecord({}))) | {"asctime", "message"}
 
 
 def _plain(value: object) -> str | int | float | bool | None:
-    """The value as the driver can be told it: numpy's numbers are subclasses of Python's, and an int has no bound."""
+    """The value in a type that can be sent to the driver: numpy's numbers are subclasses of Python's, and an int has
+    no bound.
+    """
     if value is None or type(value) is bool or type(value) is float:
         return value
     if type(value) is int:

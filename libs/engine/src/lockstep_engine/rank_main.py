@@ -1,4 +1,4 @@
-"""The life of a rank's process: makes the rank, lets it serve, and tells the driver why it ends."""
+"""The life of a rank's process: makes the rank, lets it serve, and reports to the driver why it ends."""
 
 import logging
 import os
@@ -41,7 +41,7 @@ def run_rank(
         mailbox_fd: shared segment of plans and results.
         collectives_fd: shared segment of collectives; -1: none.
         store_path: file through which ranks meet if there is no such segment.
-        host_fd: segment of its tier in host memory that the driver shares; -1: nobody shares it.
+        host_fd: segment of its tier in host memory that the driver shares; -1: it is not shared.
         kind: class of the rank. Tests run subclasses.
     """
     name_process(f"rank {spec.config.label}/{spec.rank}")

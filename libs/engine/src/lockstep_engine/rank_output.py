@@ -51,14 +51,14 @@ _PROCESS_STATES = {
 
 @dataclass(frozen=True)
 class RankView:
-    """A rank as it is now, for people who look for a hang."""
+    """A rank as it is now, for people who search for the cause of a hang."""
 
     rank: int
     pid: int
     state: str
     """starting, ready or dead, as the supervisor knows it"""
     process_state: str
-    """What the kernel says of the process; one that a debugger holds cannot tell its stack."""
+    """The kernel's state of the process; one that a debugger has stopped cannot write its stack."""
     waits_in: str
     """The kernel's function that the process waits in; empty: none, or unknown."""
     steps: int

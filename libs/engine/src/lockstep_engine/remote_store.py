@@ -63,7 +63,7 @@ class RemoteStore(Protocol):
 
     def is_kept(self, offered_at: float) -> bool:
         """Whether it will still have for a while what it took, or was seen to have, at this time of `time.monotonic`.
-        False: it is to be offered again.
+        False: offer it again.
         """
 
     async def fetch(
@@ -79,7 +79,7 @@ class RemoteStore(Protocol):
         """Fetch the leading blocks of a chain that are there for all heads, if that is faster than computing them.
 
         Args:
-            tenant: whose blocks; nobody else's are seen.
+            tenant: whose blocks are fetched; those of other tenants are never returned.
             hashes: of the blocks wanted, in the chain's order.
             heads: of each part that a block is made of.
             form: what each part must be; other parts count as damaged.
@@ -87,7 +87,7 @@ class RemoteStore(Protocol):
                 request's turn comes.
             into: the memory, of `form.length` bytes, for the block at an index of `hashes` and the part at an index of
                 `heads`. It stays valid until the fetch ends or is cancelled.
-            further_bytes: that are to be fetched after these blocks, without which they are of no use.
+            further_bytes: of blocks that the caller fetches next; without them these blocks are of no use.
         """
 
     def offer(self, tenant: str, blocks: Sequence[StoredBlock]) -> int:

@@ -1,6 +1,6 @@
 """The prefix cache's third tier: KV blocks that come from a store outside of the machine, and go to it.
 
-Blocks come and go through the second tier, in host memory. What is fetched is written to slots that nobody else uses
+Blocks come and go through the second tier, in host memory. What is fetched is written to slots that nothing else uses
 meanwhile; once it is complete for every rank, the blocks belong to the second tier, whose loads are ordered by plans.
 So all ranks agree on a hit before a step is planned, and the bits are those of any block that was copied to host memory
 and back. A request whose blocks are being fetched waits; others go on. Whatever goes wrong, it is computed.
@@ -148,8 +148,8 @@ class RemoteTier:
         config, model_digest: part of the names of blocks.
         scheduler: has the requests and the other tiers.
         recompute_s: estimates the seconds until so many tokens of a further prompt would be computed.
-        on_change: called when the scheduler may plan something: a request need not wait any more, or blocks are to be
-            copied.
+        on_change: called when the scheduler may plan something: a request need not wait any more, or there are blocks
+            to copy.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class _Text(NamedTuple):
 
 
 class _Due(NamedTuple):
-    """A version of a block that is to be offered."""
+    """A version of a block that has to be offered to the store."""
 
     tenant: str
     key: BlockKey
@@ -80,7 +80,7 @@ class RemoteWriter:
         view: their contents in host memory.
         hot_window: decides which versions a later text needs.
         seed: of a tenant's chain of names.
-        on_copies: called when the scheduler is to plan copies.
+        on_copies: called when the scheduler has copies to plan.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class RemoteWriter:
                 await self._wake.wait()
 
     async def _wait_for_room(self) -> None:
-        """Wait until blocks are to be offered again, or others may be there."""
+        """Wait until it is time to offer blocks again, or there may be others."""
         self._wake.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout_at(min(each.again_at for each in self._refused.values())):
@@ -226,7 +226,7 @@ class RemoteWriter:
                 self._due.add(tenant, _Due(tenant, key, cold, name))
 
     def _take_refused(self) -> _Refused | None:
-        """Blocks that the store has not taken and that are to be offered again now."""
+        """Blocks that the store has not taken, and for which it is time to offer them again."""
         now = asyncio.get_running_loop().time()
         tenant = next((each for each, refused in self._refused.items() if refused.again_at <= now), None)
         return None if tenant is None else self._refused.pop(tenant)

@@ -168,7 +168,7 @@ class Sampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[logits rows], int64: the tokens, and NO_TOKEN in their place where the model's logits are no numbers.
 
-        The largest element tells of a NaN or an infinity anywhere in its row, because both count as larger than all
+        The largest element shows a NaN or an infinity anywhere in its row, because both count as larger than all
         numbers. It is taken from the model's own logits: masks, bias and min_tokens exclude tokens by -inf. On the
         device an unusable row keeps an id that exists: with overlap the next step has been planned with it.
         """

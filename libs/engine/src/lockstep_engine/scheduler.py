@@ -54,7 +54,7 @@ class Scheduler:
         """Slots of host memory that the driver itself uses, in this epoch."""
         self.on_end: Callable[[Sequence], None] = lambda _: None
         """Called when a request that holds blocks ends, before they are released. Not if it is cancelled before its
-        first output: only that tells whether what it computed are numbers, and nobody else is to get damaged blocks."""
+        first output: that output shows whether its logits are finite, and blocks with NaN must not be shared."""
         self._eos_ids = frozenset(eos_ids)
         self._prefix_logs = (PrefixLog(), PrefixLog())
         self.sequences = Sequences(limits.max_seqs)
@@ -113,8 +113,9 @@ class Scheduler:
             MemoryError: the scheduler's state is inconsistent; call `shed`.
         """
         chunks = self._chooser.choose()
-        # While nothing waits but for loads from host memory, they delay nobody else. A sequence whose loads are done
-        # may still lack room, which one that is loading has: each round ends the loads of at least one more.
+        # If all sequences wait for loads from host memory, finishing these loads delays no other sequence. A sequence
+        # whose loads are done may still lack room, which one that is loading has: each round ends the loads of at
+        # least one more.
         while not chunks and not self._in_flight and self.blocks.hurry(self.sequences.running):
             chunks = self._chooser.choose()
         if not chunks:
@@ -361,8 +362,8 @@ class Scheduler:
         return Output(request_id, 0, (), finish=FinishReason.STOP, cached_tokens=cached, embedding=embedding)
 
     def _copies(self) -> Plan | None:
-        """A step that computes nothing, if blocks are to be copied to where the driver reads them and no other step
-        would do it.
+        """A step that only copies blocks to memory that the driver reads; None if there are none or if another step
+        copies them.
         """
         if self.slots is None or self._in_flight or not self.blocks.host.has_spills:
             return None

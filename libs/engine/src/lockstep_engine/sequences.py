@@ -1,4 +1,5 @@
-"""The requests of the scheduler: which wait, which run and in which sampling rows, and what of it is to be told.
+"""The requests of the scheduler: which wait, which run and in which sampling rows, and which changes of phase have to
+be reported.
 
 It knows nothing of blocks: its caller takes and releases those.
 """
@@ -79,7 +80,7 @@ class Sequences:
 
     @property
     def backlog(self) -> int:
-        """Tokens of prompts that are to be computed for requests that came first."""
+        """Tokens of prompts that have to be computed for requests that came first."""
         sequences = (*self.running, *(each for each in self._queued if not each.is_held))
         return sum(each.remaining for each in sequences if each.remaining > 1)
 

@@ -18,7 +18,7 @@ class SharedSlots:
     """Which slots the plans in flight use, and which ones the driver fills.
 
     Attributes:
-        fillers: by slot that the driver is filling, the tenant whose block is to be there. It belongs to no block yet.
+        fillers: by slot that the driver is filling, the tenant whose block it will hold. It belongs to no block yet.
         spilled: versions and keys of blocks that the pools have evicted to host memory, the oldest first; bounded.
     """
 

@@ -24,7 +24,7 @@ class StepChooser:
     Args:
         limits: of the scheduler.
         sequences: waiting and running ones; it starts and preempts them.
-        blocks: the pools and who has their blocks.
+        blocks: the pools, and which sequences have their blocks.
     """
 
     def __init__(self, limits: Limits, sequences: Sequences, blocks: BlockTables) -> None:

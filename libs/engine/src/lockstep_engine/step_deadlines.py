@@ -104,7 +104,7 @@ class StepDeadlines:
         self._allowed_step = max([self._allowed_step, *(step for step, _ in self._in_flight)])
 
     def end_profile(self) -> None:
-        """Ranks that have been told to stop do so before a later step."""
+        """The ranks have the order to stop profiling; they stop before a later step."""
         self._is_profiling = False
         self._profiled_until = time.monotonic() + PROFILE_ALLOWANCE_S
 

@@ -100,7 +100,7 @@ class Checkpoint:
         return part.t() if transposed else part
 
     def chunks(self, piece: Piece, target: torch.Tensor, most_bytes: int) -> Iterator[Chunk]:
-        """As `slice`, of a checkpoint that is not quantized: what is to be copied into a parameter `target`, in chunks
+        """As `slice`, of a checkpoint that is not quantized: what goes into a parameter `target`, in chunks
         of so many bytes.
         """
         name, _, dim, transposed = self._located(piece, list(target.shape))
@@ -322,7 +322,7 @@ def _keep_narrow(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 def fill_codes(checkpoint: Checkpoint, layer: Product) -> None:
     """Read the codes, scales and zero points of a layer that keeps them. A head's rows beyond the vocabulary, whose
-    logits nobody reads, become like its first: equal zero points then stay equal, and are part of the table.
+    logits are never read, become like its first: equal zero points then stay equal, and are part of the table.
     """
     assert layer.code_form is not None
     assert layer.scales is not None

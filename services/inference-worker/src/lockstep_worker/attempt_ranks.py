@@ -49,7 +49,7 @@ class AttemptRanks:
         self._enter(None)
 
     def message(self, stream_id: str, attempt: int) -> worker_pb2.EndedAttempt:
-        """What the router is told of the attempt."""
+        """The report of the attempt to its router."""
         return worker_pb2.EndedAttempt(
             stream_id=stream_id, attempt=attempt, prefill=map(_work, self._prefill), decode=map(_work, self._decode)
         )

@@ -1,7 +1,7 @@
 """Watches the health of the ranks' GPUs through NVML, in a thread of the driver's process.
 
-NVML tells what a rank cannot: errors of its GPU's memory and links, heat, and what the driver has reported. It needs no
-CUDA context. Nothing here can fail the worker: what cannot be read has no metric, and the log says so once.
+NVML reports what a rank cannot: errors of its GPU's memory and links, heat, and what the driver has reported. It needs
+no CUDA context. Nothing here can fail the worker: what cannot be read has no metric, and the log says so once.
 """
 
 import contextlib
@@ -231,7 +231,7 @@ class _Watch:
         self._note_success()
         uuid, xid = self._uuid(event.device), int(event.eventData)
         for gpu in self._gpus:
-            # A GPU that has fallen off the bus, which is an event too, does not even tell its name any more.
+            # A GPU that has fallen off the bus, which is an event too, does not even report its name any more.
             if gpu.uuid == uuid or (not uuid and not self._uuid(gpu.device)):
                 metrics.XID_ERRORS.labels(gpu.rank, str(xid)).inc()
                 logger.error("the driver has reported an error of a GPU", extra={"rank": int(gpu.rank), "xid": xid})
@@ -244,7 +244,7 @@ class _Watch:
             return ""
 
     def _read(self, gpu: _Gpu) -> None:
-        """Set all metrics of a GPU. What this kind of GPU does not tell has none."""
+        """Set all metrics of a GPU. What this kind of GPU does not report has none."""
         nvml = self._nvml
         try:
             memory = nvml.nvmlDeviceGetMemoryInfo(gpu.handle)

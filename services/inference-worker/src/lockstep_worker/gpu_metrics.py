@@ -5,7 +5,7 @@ from prometheus_client import Counter, Gauge
 
 AVAILABLE = Gauge(
     "lockstep_worker_gpu_health_available",
-    "1 while NVML tells of the rank's GPU; 0: the other metrics of this GPU are missing or old, and the log says why",
+    "1 while NVML reports on the rank's GPU; 0: the other metrics of this GPU are missing or old, and the log says why",
     ["rank"],
     registry=REGISTRY,
 )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 class Growth:
     """Makes a counter grow as another count does. A count that has fallen has begun at 0 again: the engine sets its
-    counts back some time after the new epoch or the new process shows, so neither of these tells it.
+    counts back some time after the new epoch or the new process shows, so neither of these can be used instead.
     """
 
     def __init__(self, grow: Callable[[float], None]) -> None:

@@ -246,7 +246,7 @@ PREFIX_KEYS = Counter(
     "lockstep_worker_prefix_keys_total", "News of cached blocks sent to routers that want them", registry=REGISTRY
 )
 PREFIX_SNAPSHOTS = Counter(
-    "lockstep_worker_prefix_snapshots_total", "Times that a router was told of cached blocks anew", registry=REGISTRY
+    "lockstep_worker_prefix_snapshots_total", "Snapshots of all cached blocks sent to a router", registry=REGISTRY
 )
 EVENTS = Counter(
     "lockstep_worker_events_total",

@@ -1,4 +1,5 @@
-"""Tells routers which blocks the engine's prefix cache holds: a snapshot for each router that asks, then the changes.
+"""Reports to routers which blocks the engine's prefix cache holds: a snapshot for each router that asks, then the
+changes.
 
 Each router has a list of news that it has not got. News of the same block replace each other there, the list is
 bounded, and a router gets so many bytes of it per second. When it overflows, a new snapshot replaces it. Reports are
@@ -65,7 +66,7 @@ class PrefixReporter:
         self._reported_at = 0.0
 
     def watch(self, router: RouterConnection, max_blocks: int) -> None:
-        """Begin to report to a router, or begin anew, with a snapshot of `max_blocks` (0: as many as it can have)."""
+        """Begin to report to a router, or begin again, with a snapshot of `max_blocks` (0: as many as it can have)."""
         if not self._bytes_per_s:
             return
         if not self._watchers:

@@ -1,6 +1,6 @@
 """The profile that an operator gets: an archive with what each rank has given, as it is.
 
-It is merged by who asked: parsing megabytes of JSON here would make every stream wait.
+The operator's command merges it: parsing megabytes of JSON here would make every stream wait.
 """
 
 import asyncio

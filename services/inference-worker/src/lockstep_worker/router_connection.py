@@ -8,7 +8,7 @@ from lockstep_api.v1 import worker_pb2
 from lockstep_worker.outbox import Outbox
 
 MAX_ENDED = 256
-"""Of the attempts that end between two heartbeats, the newest that the router is told of."""
+"""The most attempts that a heartbeat reports as ended: the newest ones."""
 
 
 class RouterConnection:
@@ -23,5 +23,5 @@ class RouterConnection:
         self.greeted_at = time.monotonic()
         """When its RouterHello arrived, on the clock of `time.monotonic`: `Submit.arrived_s` is relative to this."""
         self.ended: deque[worker_pb2.EndedAttempt] = deque(maxlen=MAX_ENDED)
-        """What the next heartbeat tells of."""
+        """What the next heartbeat reports."""
         self.outbox = Outbox(outgoing_frames)

@@ -127,7 +127,7 @@ class Worker:
         """Every `status_interval_s`, send the status to all routers, and news of the prefix cache to those that ask."""
         while True:
             self.publish()
-            self._tell_ended()
+            self._report_ended()
             for router, report in self._prefixes.reports(time.monotonic()):
                 router.outbox.put(self._frame(prefix_report=report))
             await asyncio.sleep(self._settings.status_interval_s)
@@ -157,7 +157,7 @@ class Worker:
     async def hang_up(self, timeout_s: float) -> None:
         """End all Serve RPCs once their waiting frames are sent, or after `timeout_s`."""
         self._ended = True
-        self._tell_ended()
+        self._report_ended()
         for router in self._routers.values():
             router.outbox.close()
         with contextlib.suppress(TimeoutError):
@@ -372,8 +372,8 @@ class Worker:
         frame.status.received = router.received
         router.outbox.put_status(frame)
 
-    def _tell_ended(self) -> None:
-        """Tell routers what the ranks did for attempts that have ended since the last heartbeat."""
+    def _report_ended(self) -> None:
+        """Report to routers what the ranks did for attempts that have ended since the last heartbeat."""
         for router in self._routers.values():
             if router.ended:
                 router.outbox.put(self._frame(ended_attempts=worker_pb2.EndedAttempts(attempts=router.ended)))

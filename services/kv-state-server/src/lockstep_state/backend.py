@@ -53,7 +53,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Take:
-    """Who continues a stream, and for how long it is kept without another write."""
+    """The router that continues a stream, and for how long it is kept without another write."""
 
     owner: str
     ttl_s: float
@@ -86,7 +86,7 @@ class Lease:
     """A name's lease."""
 
     owner: str
-    """Empty: nobody holds it."""
+    """Empty: it is free."""
     epoch: int
     """Of the last grant; 0: none is known."""
     expires_in_s: float
@@ -146,7 +146,7 @@ class Backend(Protocol):
         """Forget a name, if it is bound to this target (None: to any); whether it was."""
 
     async def acquire(self, key: str, owner: str, ttl_s: float) -> tuple[bool, Lease]:
-        """Take a lease that nobody else holds, with a higher epoch; whether it was done, and the lease now."""
+        """Take a lease that no other owner holds, with a higher epoch; whether it was done, and the lease now."""
 
     async def renew(self, key: str, owner: str, epoch: int, ttl_s: float) -> tuple[bool, Lease]:
         """Hold a lease for longer. Once it has expired this is refused."""

@@ -132,7 +132,7 @@ async def run(settings: StateSettings, stop: asyncio.Event) -> None:
 
 
 def _traced_redis() -> contextlib.AbstractContextManager[None]:
-    from lockstep_state.redis_backend.traces import traced_redis  # noqa: PLC0415 - the SDK is for those who trace
+    from lockstep_state.redis_backend.traces import traced_redis  # noqa: PLC0415 - the SDK only if traces are on
 
     return traced_redis()
 

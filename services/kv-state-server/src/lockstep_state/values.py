@@ -56,7 +56,7 @@ class Values:
 
     def fingerprints(self, place: str, plain: bytes) -> str:
         """32 characters with each key, separated by spaces: equal for equal values of one place. Without the secret
-        they tell nothing else. The first is stored. Any of them may have been stored, before keys were replaced.
+        they reveal nothing else. The first is stored. Any of them may have been stored, before keys were replaced.
         """
         message = place.encode() + b"\0" + plain
         digests = (hmac.new(secret, message, hashlib.sha256).hexdigest() for secret in self._keys.values() or (b"",))

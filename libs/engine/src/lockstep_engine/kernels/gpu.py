@@ -48,7 +48,7 @@ def problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
 
 @cache
 def build_problem() -> str | None:
-    """Why Triton cannot launch kernels here; None: it can, as far as can be told without a GPU.
+    """Why Triton cannot launch kernels here; None: nothing is missing, as far as can be checked without a GPU.
 
     Triton launches kernels through a module in C, which is prebuilt in images and else needs a C compiler.
     """

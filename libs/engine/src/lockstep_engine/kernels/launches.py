@@ -34,7 +34,7 @@ _WIDTH = 256
 _SEGMENTED_WIDTH = 1024
 """The same, of more inputs than one segment has where there are few outputs."""
 _SPLITS = 2
-"""Any number above 1: kernels are not compiled anew for others."""
+"""Any number above 1: kernels are not compiled again for others."""
 
 
 @dataclass(frozen=True)

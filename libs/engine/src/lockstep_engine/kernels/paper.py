@@ -14,7 +14,7 @@ from triton.backends.driver import DriverBase
 from lockstep_engine.kernels.tiles import LIMITS
 
 Note = Callable[[str, bytes, int, int], tuple[int, int]]
-"""Told a compiled kernel's name, machine code, shared bytes and warps; gives registers and spilled bytes."""
+"""Called with a compiled kernel's name, machine code, shared bytes and warps; returns registers and spilled bytes."""
 
 
 class PaperDriver(DriverBase):  # type: ignore[misc]

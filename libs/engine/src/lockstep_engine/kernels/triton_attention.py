@@ -6,7 +6,7 @@ that they see hot, in one online softmax. Decode is the same kernel with one tok
 over several programs, whose partial results a second kernel puts together.
 
 Nothing outside a sequence's tokens counts, so unused cells may hold anything. Of cold blocks in fp8 what a tile does
-not hold is read from the pool's last block, which nobody writes: it stays zero. Tiles of keys begin at fixed
+not hold is read from the pool's last block, which is never written: it stays zero. Tiles of keys begin at fixed
 positions: what a query computes for a key does not depend on the other queries of its tile.
 """
 
@@ -67,7 +67,7 @@ def _load_cold(keys, values, key_scales, value_scales, key_ids, ids, offsets, di
     """Keys [dim_pad, n / 4] and values [n, dim_pad / 4] of fp8 blocks of a head, as words of four codes, and the scales
     [n] of both. `key_ids` [n / 4] and `ids` [n] are the blocks' numbers.
 
-    All of it is read: where nothing is to be read, the block is one that stays zero.
+    All of it is read: where a tile has no block, a block that stays zero is read.
     """
     d = tl.arange(0, dim_pad)
     word = tl.arange(0, dim_pad // 4)

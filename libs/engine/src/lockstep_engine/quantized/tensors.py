@@ -1,5 +1,5 @@
 """The tensors of a checkpoint's safetensors files, by name, read in slices. Files are mapped, not read; `stored` says
-where a tensor is, for those who read them.
+where a tensor is, for callers that read it themselves.
 """
 
 import json

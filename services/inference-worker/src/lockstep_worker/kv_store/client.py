@@ -35,7 +35,7 @@ class KvClient:
         target: its address.
         dial: opens a channel to it with options.
         timeout_s: longest time of a call without content.
-        identity: name that its certificate has to be for, to be told in the log; empty without TLS.
+        identity: name that its certificate has to be for, written to the log; empty without TLS.
     """
 
     def __init__(self, target: str, dial: Dial, timeout_s: float, identity: str = "") -> None:

@@ -1,6 +1,6 @@
 """The cost gate: how many leading blocks to fetch, so that the request is sooner than if it computed them.
 
-Pure functions of estimates; who measures the link is in `link.py`, who knows the pace of prefill is the engine.
+Pure functions of estimates: `link.py` measures the link, and the engine knows the pace of prefill.
 """
 
 from collections.abc import Callable

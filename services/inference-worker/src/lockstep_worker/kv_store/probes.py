@@ -1,7 +1,7 @@
 """Small transfers that measure the way to the state server: at the start, and when no fetch has for a while.
 
-Without them nothing would ever be fetched: the gate needs an estimate before the first fetch, and after one bad moment
-of the network nobody would find out that it is over. Where the state server has no room for them, a fetch has to
+Without them nothing would ever be fetched: the gate needs an estimate before the first fetch, and after a short
+failure of the network the estimate would stay bad. Where the state server has no room for them, a fetch has to
 measure the way instead.
 """
 

@@ -259,7 +259,7 @@ class KvStore:
         return FetchResult(blocks, outcome)
 
     def _take_sample(self) -> bool:
-        """Whether a fetch is to measure the link. No other one does until it ends."""
+        """Whether this fetch measures the link. No other one does until it ends."""
         is_stale = self.link.clock() - self.link.measured_at >= _PROBE_AFTER_S
         is_sample, self._wants_sample = self._wants_sample and is_stale, False
         return is_sample

@@ -1,9 +1,9 @@
 """The blocks that wait to be stored: a queue bounded in bytes, and one task that stores them in batches.
 
-Who offers a block never waits. What does not fit is dropped and counted: it is in no other place, and is computed again
-if it is ever needed. Tenants are stored in turn, a batch of each. In a full queue a tenant within its share takes the
-room of the newest blocks of the tenant that is furthest beyond its own. A tenant for which the server has no room waits
-alone.
+The caller that offers a block never waits. What does not fit is dropped and counted: it is in no other place, and is
+computed again if it is ever needed. Tenants are stored in turn, a batch of each. In a full queue a tenant within its
+share takes the room of the newest blocks of the tenant that is furthest beyond its own. A tenant for which the server
+has no room waits alone.
 """
 
 import asyncio
@@ -204,7 +204,7 @@ class WriteBehind:
         return batch
 
     def _put_back(self, batch: Sequence[Waiting]) -> None:
-        """What is left of a batch is to be tried again, before anything else."""
+        """Try the rest of a batch again, before anything else."""
         if not batch:
             return
         tenant = batch[0].tenant

@@ -44,7 +44,7 @@ class Journals:
         self.running: Shelf[Stream] = Shelf("running", room, clock, counts_streams=True)
         self.ended: Shelf[Stream] = Shelf("ended", room, clock, counts_streams=True)
         self.tombstones: Shelf[int] = Shelf("marks", room, clock)  # its name in the metrics
-        """The epochs of trimmed streams that had been taken: who had one before must not open it again."""
+        """The epochs of trimmed streams that had been taken: a router that had one before must not open it again."""
 
     def append(self, write: Write) -> WriteResult:
         """Write to one stream, completely or not at all."""

@@ -42,7 +42,7 @@ class Leases:
         return Lease(entry.value.owner if left_s else "", entry.value.epoch, left_s)
 
     def acquire(self, key: str, owner: str, ttl_s: float) -> tuple[bool, Lease]:
-        """Take a lease that nobody else holds.
+        """Take a lease that no other owner holds.
 
         Raises:
             LockstepError: OVERLOADED, there is no room.

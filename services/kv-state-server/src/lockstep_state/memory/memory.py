@@ -162,7 +162,7 @@ class MemoryBackend:
         metrics.BLOCK_MEMORY_BYTES.set(self._blocks.size_bytes)
 
     async def close(self) -> None:
-        """Nothing is to be closed."""
+        """There is nothing to close."""
 
     def _put(self, block: Block) -> bool:
         size_bytes = ENTRY_BYTES + len(block.value)

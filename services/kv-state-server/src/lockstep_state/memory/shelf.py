@@ -58,7 +58,7 @@ class Room:
         """Evict until so many bytes are free; False if they cannot be. Then nothing is evicted for them.
 
         Args:
-            wanted_bytes: that are to be free.
+            wanted_bytes: that have to be free.
             shelves: from which is evicted; all that are evictable if not given.
         """
         if shelves is None:

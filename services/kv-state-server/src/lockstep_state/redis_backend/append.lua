@@ -1,9 +1,9 @@
 -- Writes to one stream, completely or not at all.
 -- KEYS: the stream's hash, its list of pieces, the tombstone that it left when it was trimmed. ARGV: epoch, ttl_ms, max_bytes, record, its fingerprints, choices, owner, seal,
--- its fingerprints, bytes after which the tenant's ledger is told, the life that the stream must have ('': any), the life that it gets if it
+-- its fingerprints, bytes after which the tenant's ledger is updated, the life that the stream must have ('': any), the life that it gets if it
 -- is opened; then for each piece: choice, position, count, finish, value.
 -- The hash: e epoch, d fingerprint of r the record, n choices, o owner, s seal, t its fingerprint, b bytes, q bytes that the
--- ledger knows, c when it is told again, l<choice> tokens, f<choice> how the choice ended, i its life: as long as that is the same,
+-- ledger knows, c when it is updated again, l<choice> tokens, f<choice> how the choice ended, i its life: as long as that is the same,
 -- tokens are added and none is removed. All but r, o, s and i have a checksum.
 -- Returns, as one string, which is sent and parsed faster than an array: outcome (100: some tokens are there already, and have to be compared),
 -- epoch, choice, length, bytes if the ledger has to know (-1: none), 1 if what was there was damaged; then it is forgotten.
@@ -20,8 +20,8 @@ for at = 13, #ARGV, 5 do
   if (log[1] and not number(log[1])) or (log[2] and not number(log[2])) then is_damaged = true end
   logs[at] = {number(log[1]) or 0, log[2]}
 end
-local function answer(outcome, of_epoch, choice, length, told)
-  return string.format('%d %.0f %d %d %d %d', outcome, of_epoch or 0, choice or 0, length or 0, told or 0, is_damaged and 1 or 0)
+local function answer(outcome, of_epoch, choice, length, for_ledger)
+  return string.format('%d %.0f %d %d %d %d', outcome, of_epoch or 0, choice or 0, length or 0, for_ledger or 0, is_damaged and 1 or 0)
 end
 if is_damaged then
   redis.call('DEL', KEYS[1], KEYS[2])
@@ -77,9 +77,9 @@ end
 if bytes > tonumber(ARGV[3]) then return answer(TOO_LARGE) end
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-local told = 0
+local for_ledger = 0
 if is_new or ARGV[8] ~= '' or bytes - was.q >= tonumber(ARGV[10]) or now_ms >= was.c then
-  told = bytes
+  for_ledger = bytes
   change('q', checked(bytes))
   change('c', checked(now_ms + ttl_ms / 2))
 end
@@ -90,4 +90,4 @@ if not is_sealed then
   redis.call('PEXPIRE', KEYS[1], ttl_ms)
   redis.call('PEXPIRE', KEYS[2], ttl_ms)
 end
-return answer(OK, epoch, 0, 0, told)
+return answer(OK, epoch, 0, 0, for_ledger)

@@ -231,7 +231,7 @@ class Journals:
     async def _repair(self, key: str, raw: _Raw, keep: int, logs: Sequence[Log], *, keeps_seal: bool) -> None:
         state = [text for log in logs for text in (len(log.ids), log.finish or "")]
         head = (raw.fields.get(b"r", b""), len(raw.pieces), keep, int(keeps_seal), _new_life())
-        # If it fails, what was read is right nevertheless; the next one who reads it repairs it.
+        # If it fails, what was read is right nevertheless; the next read repairs it.
         await self._store.many("repair", [Command(self._keys(key), (*head, *state), scripts.REPAIR)])
 
     @staticmethod

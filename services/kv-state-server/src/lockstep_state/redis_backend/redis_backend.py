@@ -141,7 +141,7 @@ class RedisBackend:
         return [block.key in stored for block in blocks]
 
     async def get(self, keys: Sequence[str]) -> list[bytes | None]:
-        """See `Backend`. Damaged ones are forgotten, so that nobody is told that they are there."""
+        """See `Backend`. Damaged ones are removed, so that they are not reported as present."""
         answers = await self._store.many("get", [Command((self._block(key),), ("GET",)) for key in keys])
         stored = _raised(answers)
         pairs = zip(keys, stored, strict=True)

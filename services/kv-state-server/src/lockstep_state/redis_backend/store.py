@@ -208,7 +208,7 @@ class Store:
 
     def _check(self, *, is_batch: bool) -> None:
         """Have Redis asked in place of a call that was given up: callers whose deadlines are before those here would
-        otherwise hide that it is silent. One at a time: who gives up soon must not make the load larger.
+        otherwise hide that it is silent. One at a time: callers that give up early must not add load.
         """
         if self._checking is None or self._checking.done():
             self._checking = asyncio.create_task(self._note_answer(is_batch=is_batch))
@@ -324,7 +324,7 @@ class Store:
         await close(client)
 
     async def _follow_files(self) -> bool:
-        """Connect anew if the files for TLS have changed; whether it did. Files that cannot be used change nothing."""
+        """Connect again if the files for TLS have changed; whether it did. Files that cannot be used change nothing."""
         if not self._signature:
             return False
         try:

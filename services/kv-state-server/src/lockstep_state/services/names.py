@@ -58,7 +58,7 @@ class Leases(state_pb2_grpc.LeasesServicer):
 
     @unary("Leases.Acquire")
     async def Acquire(self, request: state_pb2.AcquireLeaseRequest) -> state_pb2.LeaseResponse:  # noqa: N802
-        """Take a lease that nobody else holds."""
+        """Take a lease that no other owner holds."""
         owner, ttl_s = check_name("owner", request.owner), self._times.check("ttl_s", request.ttl_s)
         return _lease(*await self._backend.acquire(_lease_key(request.name), owner, ttl_s))
 
