@@ -22,7 +22,8 @@ with equal fingerprints continue each other's streams exactly. Where this holds:
 
 | computed by | deterministic | the same fingerprint |
 |---|---|---|
-| CPU, compiled kernels | yes | on every x86-64 CPU (compared on one machine and on emulated ones, see [bench](bench/README.md)), with any number of threads and any setting of torch's libraries |
+| CPU, compiled kernels | yes | on every x86-64 CPU (compared on one machine and on emulated ones, see \
+[bench](bench/README.md)), with any number of threads and any setting of torch's libraries |
 | CPU, torch | yes, in shapes tested at first use | with the same torch, CPU capability and threads |
 | GPU | no: nothing is lost or doubled and draws are the same, but rounding may differ | none |
 | GPU, `deterministic: true` | if the self-test at start finds it, as on an H200 | \

@@ -17,8 +17,9 @@ async def start(*flags, **variables):
 
 async def listening(process):
     """Read the log until the router says where it listens."""
-    while line := await asyncio.wait_for(process.stderr.readline(), 60):
-        entry = json.loads(line)
-        if entry["message"] == "listening":
-            return entry
+    async with asyncio.timeout(60):
+        while line := await process.stderr.readline():
+            entry = json.loads(line)
+            if entry["message"] == "listening":
+                return entry
     raise AssertionError("the router ended")

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from multiprocessing import Pipe
 
 import grpc
@@ -18,7 +19,7 @@ from lockstep_common.answers import Answer, as_json
 from lockstep_common.errors import LockstepError
 from lockstep_router.processes.answers import JointAnswers
 from lockstep_router.processes.channel import Asker, answer_parent
-from lockstep_router.processes.parent import Process, check_router_id, keep_all
+from lockstep_router.processes.parent import MAX_FIRST_STARTS, Process, check_router_id, keep_all
 from lockstep_router.settings import RouterSettings
 from prometheus_client.parser import text_string_to_metric_families
 from router_process import BODY, listening, start
@@ -254,6 +255,16 @@ async def test_settings_that_no_process_can_use_end_the_parent(tmp_path):
     _, errors = await asyncio.wait_for(process.communicate(), DEADLINE_S)
     assert process.returncode == 2
     assert b"keys_file" in errors
+
+
+async def test_processes_that_never_start_end_the_parent(tmp_path):
+    broken = tmp_path / "sitecustomize.py"
+    broken.write_text("import os, sys\nif 'lockstep_router.processes.child' in sys.orig_argv: os._exit(7)\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    process = await start("--workers", "a:1", "--port", "0", "--processes", "2", PYTHONPATH=path)
+    _, errors = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+    assert process.returncode == 7
+    assert 2 * (MAX_FIRST_STARTS - 1) >= errors.count(b'"message":"process ended"') >= MAX_FIRST_STARTS - 1
 
 
 async def test_router_id_without_room_for_a_number_ends_the_parent():

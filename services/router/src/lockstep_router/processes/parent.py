@@ -4,6 +4,7 @@ It serves nothing but the management port. The kernel kills the processes when i
 """
 
 import asyncio
+import itertools
 import logging
 import os
 import socket
@@ -32,6 +33,8 @@ logger = logging.getLogger("lockstep.router")
 FIRST_DELAY_S = 0.1
 LAST_DELAY_S = 5.0
 STEADY_S = 10.0
+MAX_FIRST_STARTS = 6
+"""Starts of a process, within about three seconds of pauses, while none has listened yet."""
 """A process that has run for this long starts again after the first delay."""
 
 
@@ -65,8 +68,9 @@ class Process:
     async def keep(self, stop: asyncio.Event, listening: asyncio.Event, serving: asyncio.Event) -> int:
         """Run it, and again whenever it ends, until `stop` is set or another start cannot help.
 
-        Exit code 2 ends it only before any process has listened. Later the settings are known to be usable: a file that
-        they name has been damaged since, and may be mended.
+        Before any process has listened, exit code 2 ends it, and so do MAX_FIRST_STARTS of any: what runs the router
+        has to see that it does not start. Later the settings are known to be usable: a file that they name has been
+        damaged since, and may be mended.
 
         Args:
             stop: no more restarts.
@@ -77,10 +81,11 @@ class Process:
             Its last exit code.
         """
         delay_s = FIRST_DELAY_S
-        while True:
+        for starts in itertools.count(1):
             began_s = time.monotonic()
             code = await self._run_once(stop, listening, serving)
-            if stop.is_set() or (code == USAGE_EXIT_CODE and not serving.is_set()):
+            is_vain = not serving.is_set() and (code == USAGE_EXIT_CODE or starts >= MAX_FIRST_STARTS)
+            if stop.is_set() or is_vain:
                 return code
             if time.monotonic() - began_s >= STEADY_S:
                 delay_s = FIRST_DELAY_S
@@ -92,6 +97,7 @@ class Process:
                 delay_s = min(2 * delay_s, LAST_DELAY_S)
             else:
                 return code
+        raise AssertionError  # the loop has no end
 
     async def _run_once(self, stop: asyncio.Event, listening: asyncio.Event, serving: asyncio.Event) -> int:
         try:
