@@ -241,3 +241,25 @@ async def test_tenants_have_quotas_of_their_own(tmp_path, store):
         assert list((await reading(client, "s1")).logs[0].ids) == [5]
         batch = state_pb2.AppendRequest(writes=[*opened, other])
         await refused(client.journal.Append(batch), grpc.StatusCode.INVALID_ARGUMENT, "writes")
+
+
+async def test_a_tenants_claims_take_no_room_of_others(tmp_path, store):
+    quotas = {"max_memory_bytes": 1 << 20, "max_tenant_bytes": 256 << 10}
+    async with served(tmp_path, store=store, **quotas) as client:
+        assert (await append_one(client, record=record(), seal=state_pb2.Seal(outcome=b"end"))).outcome == OK
+        mine = state_pb2.ClaimRequest(tenant=client.tenant, key="k", request_id="r1", ttl_s=600)
+        assert (await client.journal.Claim(mine)).granted
+        stranger, granted = f"{client.tenant}-other", 0
+        for number in range(4000):
+            claim = state_pb2.ClaimRequest(tenant=stranger, key=f"k{number}", request_id="r", ttl_s=600)
+            try:
+                granted += (await client.journal.Claim(claim)).granted
+            except grpc.aio.AioRpcError:
+                break
+        await refused(client.journal.Claim(claim), grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert 100 < granted < 1000
+        bind = state_pb2.BindRequest(tenant=stranger, session="s", worker_id="w", ttl_s=600)
+        await refused(client.sessions.Bind(bind), grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert (await reading(client)).seal.outcome == b"end"
+        found = await client.journal.LookUpClaim(state_pb2.LookUpClaimRequest(tenant=client.tenant, key="k"))
+        assert found.request_id == "r1"

@@ -205,12 +205,13 @@ async def do_with_name(backend: Backend, key: str, intent: Any) -> Any:
     try:
         match intent:
             case histories.Bind(target, expected):
-                done, now = await backend.bind(key, Binding(target), TTL_S, expected)
+                done, now = await backend.bind("t", key, Binding(target), TTL_S, expected)
                 return done, now.target
             case histories.Unbind(target):
-                return await backend.unbind(key, target)
+                return await backend.unbind("t", key, target)
             case _:
-                binding = await backend.bound(key, random.choice([None, TTL_S]))
+                asked = backend.bound(key) if random.random() < 0.5 else backend.touch("t", key, TTL_S)
+                binding = await asked
                 return b"" if binding is None else binding.target
     except LockstepError:
         return None

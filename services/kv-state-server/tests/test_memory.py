@@ -24,9 +24,9 @@ async def test_what_is_replaced_and_removed_leaves_nothing():
         before = tracemalloc.get_traced_memory()[0]
         for number in range(20_000):
             await backend.renew("lease", "a", lease.epoch, TTL_S)
-            await backend.bind("name", Binding(b"a"), TTL_S, None)
-            await backend.bind(f"name-{number}", Binding(b"a"), TTL_S, None)
-            await backend.unbind(f"name-{number}", None)
+            await backend.bind("t", "name", Binding(b"a"), TTL_S, None)
+            await backend.bind("t", f"name-{number}", Binding(b"a"), TTL_S, None)
+            await backend.unbind("t", f"name-{number}", None)
         grown = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
@@ -40,7 +40,7 @@ async def test_what_was_replaced_expires_at_its_new_time():
     backend = MemoryBackend(64 << 20, LIMITS, clock=lambda: now)
     for number in range(1000):
         for ttl_s in (500.0, 100.0, 300.0 + number):
-            await backend.bind(f"name-{number}", Binding(b"a"), ttl_s, None)
+            await backend.bind("t", f"name-{number}", Binding(b"a"), ttl_s, None)
     full_bytes = backend.used_bytes
     now = 299.0
     backend.expire()

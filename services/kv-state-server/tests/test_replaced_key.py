@@ -40,8 +40,8 @@ async def test_a_repeat_at_another_state_server_is_no_conflict(beside):
 async def test_a_claim_is_renewed_and_given_up_at_another_state_server(beside):
     claim, other = Binding(b"router-1"), Binding(b"router-2")
     for name, (first, second) in zip("ab", beside, strict=True):
-        assert await first.backend.bind(name, claim, TTL_S, b"") == (True, claim)
-        assert await second.backend.bind(name, claim, TTL_S, b"router-1") == (True, claim)
-        assert await first.backend.bind(name, other, TTL_S, b"router-3") == (False, claim)
-        assert not await first.backend.unbind(name, b"router-2")
-        assert await first.backend.unbind(name, b"router-1")
+        assert await first.backend.bind("t", name, claim, TTL_S, b"") == (True, claim)
+        assert await second.backend.bind("t", name, claim, TTL_S, b"router-1") == (True, claim)
+        assert await first.backend.bind("t", name, other, TTL_S, b"router-3") == (False, claim)
+        assert not await first.backend.unbind("t", name, b"router-2")
+        assert await first.backend.unbind("t", name, b"router-1")

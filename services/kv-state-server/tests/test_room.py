@@ -76,7 +76,7 @@ async def test_a_store_filled_by_blocks_still_takes_journals(bounded):
         used = server.info("memory")["used_memory"] / MAX_BYTES
         assert 0.6 < used < 0.8, "blocks fill their part and no more"
     await streams_are_taken(kept)
-    assert (await kept.backend.bind(kept.key("n"), Binding(b"w"), TTL_S, None))[0]
+    assert (await kept.backend.bind(kept.tenant, kept.key("n"), Binding(b"w"), TTL_S, None))[0]
     assert (await kept.backend.acquire(kept.key("l"), "a", TTL_S))[0]
 
 

@@ -278,7 +278,7 @@ async def test_keys_of_another_type_are_as_absent(kept, kind, redis_server, othe
 
         await kept.open()
         await kept.backend.put([Block(kept.tenant, kept.key("b"), b"value", TTL_S)])
-        await kept.backend.bind(kept.key("n"), Binding(b"one"), TTL_S, None)
+        await kept.backend.bind(kept.tenant, kept.key("n"), Binding(b"one"), TTL_S, None)
         _, lease = await kept.backend.acquire(kept.key("l"), "a", TTL_S)
         spoil("stream", "block", "name", "lease", "tenant")
         assert await kept.backend.read(kept.key()) is None
@@ -287,7 +287,10 @@ async def test_keys_of_another_type_are_as_absent(kept, kind, redis_server, othe
         spoil("stream", "block", "name", "lease", "tenant")
         assert (await kept.append(opening=Opening(b"record", 1, "r"))).outcome == 1
         assert await kept.backend.put([Block(kept.tenant, kept.key("b"), b"value", TTL_S)]) == [True]
-        assert await kept.backend.bind(kept.key("n"), Binding(b"two"), TTL_S, b"") == (True, Binding(b"two"))
+        assert await kept.backend.bind(kept.tenant, kept.key("n"), Binding(b"two"), TTL_S, b"") == (
+            True,
+            Binding(b"two"),
+        )
         done, second = await kept.backend.acquire(kept.key("l"), "b", TTL_S)
         assert done
         assert second.epoch > lease.epoch

@@ -21,7 +21,7 @@ class Limits:
     stream_bytes: int
     """A stream's record, tokens and seal."""
     tenant_bytes: int
-    """All streams of a tenant. Only what is new is refused: open streams go on."""
+    """All streams and names of a tenant. Only what is new is refused: open streams go on, and names are kept."""
     tenant_streams: int
     """Streams of a tenant, those that have ended included."""
     tenant_block_bytes: int
@@ -125,10 +125,13 @@ class Backend(Protocol):
         stale as before. Tombstones count in the tenant's bytes, and may be forgotten early to make room.
         """
 
-    async def bind(self, key: str, binding: Binding, ttl_s: float, expected: bytes | None) -> tuple[bool, Binding]:
+    async def bind(
+        self, tenant: str, key: str, binding: Binding, ttl_s: float, expected: bytes | None
+    ) -> tuple[bool, Binding]:
         """Bind a name.
 
         Args:
+            tenant: in whose bytes it counts.
             key: the name.
             binding: to what.
             ttl_s: for how long.
@@ -137,12 +140,18 @@ class Backend(Protocol):
 
         Returns:
             Whether it was done, and what the name is bound to now.
+
+        Raises:
+            LockstepError: OVERLOADED, there is no room, in the store or for the tenant.
         """
 
-    async def bound(self, key: str, touch_s: float | None = None) -> Binding | None:
-        """What a name is bound to; with `touch_s` its time begins again."""
+    async def bound(self, key: str) -> Binding | None:
+        """What a name is bound to."""
 
-    async def unbind(self, key: str, target: bytes | None) -> bool:
+    async def touch(self, tenant: str, key: str, ttl_s: float) -> Binding | None:
+        """What a name is bound to; its time begins again."""
+
+    async def unbind(self, tenant: str, key: str, target: bytes | None) -> bool:
         """Forget a name, if it is bound to this target (None: to any); whether it was."""
 
     async def acquire(self, key: str, owner: str, ttl_s: float) -> tuple[bool, Lease]:

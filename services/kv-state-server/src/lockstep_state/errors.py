@@ -11,3 +11,8 @@ def unavailable(reason: str) -> LockstepError:
 def full() -> LockstepError:
     """The store has no room. It can be read."""
     return LockstepError(ErrorCode.OVERLOADED, "the store is full", retry_after_s=1)
+
+
+def over_quota() -> LockstepError:
+    """The tenant has no room. Others may have."""
+    return LockstepError(ErrorCode.OVERLOADED, "the tenant has as much as it may (max_tenant_bytes)", retry_after_s=1)

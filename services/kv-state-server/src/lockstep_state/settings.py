@@ -51,7 +51,9 @@ class StateSettings(PodSettings):
     )
     max_memory_bytes: int = Field(256 << 20, ge=1 << 20, description="Of everything kept in memory.")
     max_stream_bytes: int = Field(16 << 20, ge=1 << 10, description="Of one stream's journal.")
-    max_tenant_bytes: int = Field(1 << 30, ge=1 << 10, description="Of a tenant's streams.")
+    max_tenant_bytes: int = Field(
+        1 << 30, ge=1 << 10, description="Of a tenant's streams, sessions and idempotency keys."
+    )
     max_tenant_streams: int = Field(10_000, ge=1, description="Streams of a tenant, those that have ended included.")
     max_tenant_block_bytes: int = Field(1 << 30, ge=1 << 10, description="Of a tenant's KV blocks.")
     max_block_share: float = Field(

@@ -211,6 +211,20 @@ async def test_full_store_is_no_server_that_is_away(store, other, server):
     assert list((await other.look_up("r-1", "tenant")).logs[0].ids) == [5, 6]
 
 
+async def test_keys_that_a_full_tenant_renews_are_no_server_that_is_away(make_store, server):
+    server.settings = server.settings.model_copy(update={"max_tenant_bytes": 2048})
+    await server.restart()
+    store = await make_store()
+    for number in range(12):
+        assert await store.claim(f"tenant/{number}", Claim(f"r-{number}", b"body")) is None
+    refused = count(metrics.STATE_FAILURES, "resource_exhausted")
+    store.mirror.on_return()
+    store.expire()
+    await eventually(lambda: count(metrics.STATE_FAILURES, "resource_exhausted") >= refused + 8)
+    await mirrored(store)
+    assert not store.client.mirror.is_open
+
+
 async def test_store_behind_the_server_that_is_away_opens_the_breaker(make_store, server):
     store = await make_store()
     server.backend.is_away = True

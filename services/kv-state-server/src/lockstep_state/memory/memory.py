@@ -9,7 +9,7 @@ from lockstep_api.v1 import state_pb2
 
 from lockstep_state import metrics
 from lockstep_state.backend import Binding, Block, Lease, Limits, StoredStream, Take, Write
-from lockstep_state.errors import full
+from lockstep_state.errors import full, over_quota
 from lockstep_state.memory.journals import Journals
 from lockstep_state.memory.leases import Leases
 from lockstep_state.memory.shelf import ENTRY_BYTES, Room, Shelf
@@ -75,28 +75,37 @@ class MemoryBackend:
         """See `Backend`."""
         return sum(self._journals.trim(key, tombstone_ttl_s) for key in keys)
 
-    async def bind(self, key: str, binding: Binding, ttl_s: float, expected: bytes | None) -> tuple[bool, Binding]:
+    async def bind(
+        self, tenant: str, key: str, binding: Binding, ttl_s: float, expected: bytes | None
+    ) -> tuple[bool, Binding]:
         """See `Backend`."""
         entry = self._names.find(key)
         now = Binding(b"") if entry is None else entry.value
         if expected is not None and now.target not in (expected, binding.target):
             return False, now
         size_bytes = ENTRY_BYTES + len(binding.target) + len(binding.note)
+        growth_bytes = size_bytes - (0 if entry is None else entry.size_bytes)
+        if growth_bytes > 0 and self._room.tally(tenant).size_bytes + growth_bytes > self._limits.tenant_bytes:
+            raise over_quota()
         if not self._room.make(size_bytes):
             raise full()
-        self._names.put(key, binding, size_bytes, "", ttl_s)
+        self._names.put(key, binding, size_bytes, tenant, ttl_s)
         return True, binding
 
-    async def bound(self, key: str, touch_s: float | None = None) -> Binding | None:
+    async def bound(self, key: str) -> Binding | None:
+        """See `Backend`."""
+        entry = self._names.find(key)
+        return None if entry is None else entry.value
+
+    async def touch(self, tenant: str, key: str, ttl_s: float) -> Binding | None:  # noqa: ARG002
         """See `Backend`."""
         entry = self._names.find(key)
         if entry is None:
             return None
-        if touch_s is not None:
-            self._names.grow(key, 0, touch_s)
+        self._names.grow(key, 0, ttl_s)
         return entry.value
 
-    async def unbind(self, key: str, target: bytes | None) -> bool:
+    async def unbind(self, tenant: str, key: str, target: bytes | None) -> bool:  # noqa: ARG002
         """See `Backend`."""
         entry = self._names.find(key)
         if entry is None or target not in (None, entry.value.target):

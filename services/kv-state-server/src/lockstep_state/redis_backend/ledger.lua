@@ -1,4 +1,4 @@
--- What a tenant has: a reservation for each of its streams and tombstones, or of its blocks, which ends by itself. KEYS: sorted set of members by the end of
+-- What a tenant has: a reservation for each of its streams, tombstones and names, or of its blocks, which ends by itself. KEYS: sorted set of members by the end of
 -- their time in ms, hash of their bytes ('#': of all, '$': number of streams, both with a checksum). ARGV: member, bytes (-1: remove it), ttl_ms,
 -- greatest bytes and greatest number of streams ('': reserve whatever they are). Members that are streams begin with s. Returns 1, or 0 if
 -- refused. Damaged sums are forgotten with all that they count.
@@ -33,9 +33,10 @@ if bytes < 0 then
   return 1
 end
 local old = redis.call('HGET', KEYS[2], member)
-local others = math.max(0, total - (tonumber(old or 0) or 0))
+local old_bytes = tonumber(old or 0) or 0
+local others = math.max(0, total - old_bytes)
 if ARGV[4] ~= '' then
-  if others + bytes > tonumber(ARGV[4]) then return 0 end
+  if bytes > old_bytes and others + bytes > tonumber(ARGV[4]) then return 0 end
   if is_stream and not old and streams >= tonumber(ARGV[5]) then return 0 end
 end
 total = others + bytes

@@ -1,6 +1,7 @@
-"""What each tenant has in Redis: a reservation for each stream and block. It may be more than there is, not much less.
+"""What each tenant has in Redis: a reservation for each stream, name and block. It may be more than there is, not much
+less.
 
-Blocks are counted apart from streams and tombstones, so that a tenant that is full of blocks still opens streams.
+Blocks are counted apart from all else, so that a tenant that is full of blocks still opens streams.
 
 A stream and its tenant are in different slots of a cluster, so one follows the other: reservations are made before
 anything is stored, and end by themselves when their time is over.
@@ -14,8 +15,8 @@ from lockstep_state.redis_backend import scripts
 from lockstep_state.redis_backend.store import Command, Store
 
 Item = tuple[str, str, str, int, float]
-"""`s` for a stream, `b` for a block or `m` for the tombstone of a trimmed stream, tenant, key, bytes (-1: it is gone),
-seconds."""
+"""`s` for a stream, `n` for a name, `b` for a block or `m` for the tombstone of a trimmed stream, tenant, key, bytes
+(-1: it is gone), seconds."""
 
 _LASTS = 1.5
 """Reservations last longer than what they are for: those of streams are renewed in half of its time."""

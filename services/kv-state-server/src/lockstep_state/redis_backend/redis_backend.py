@@ -9,7 +9,7 @@ from lockstep_api.v1 import state_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_state.backend import Binding, Block, Lease, Limits, StoredStream, Take, Write
-from lockstep_state.errors import unavailable
+from lockstep_state.errors import over_quota, unavailable
 from lockstep_state.redis_backend import scripts
 from lockstep_state.redis_backend.connect import RedisOptions
 from lockstep_state.redis_backend.journals import Journals
@@ -19,6 +19,8 @@ from lockstep_state.values import Values
 
 _LEASE_KEEP_MS = 3_600_000
 _LENGTH_BYTES = 4
+_NAME_BYTES = 650
+"""Memory of a name in Redis besides what it is bound to, its reservation included, about."""
 _TRIES = 4
 _WARN_EVERY_S = 60.0
 
@@ -63,20 +65,26 @@ class RedisBackend:
         """See `Backend`."""
         return await self._journals.trim(tenant, keys, tombstone_ttl_s)
 
-    async def bind(self, key: str, binding: Binding, ttl_s: float, expected: bytes | None) -> tuple[bool, Binding]:
+    async def bind(
+        self, tenant: str, key: str, binding: Binding, ttl_s: float, expected: bytes | None
+    ) -> tuple[bool, Binding]:
         """See `Backend`."""
+        if not await self._store.one("reserve", self._ledger.command(_name_item(tenant, key, binding, ttl_s))):
+            raise over_quota()
         damaged = b""
         for _ in range(_TRIES):
-            done, value = await self._bind(key, binding, ttl_s, expected, damaged)
+            done, value, left_s = await self._bind(key, binding, ttl_s, expected, damaged)
             now = Binding(b"") if value is None else self._unpack(key, value)
             if now is not None:
+                if not done:  # what was reserved is for what is there
+                    await self._ledger.note([_name_item(tenant, key, now, left_s)])
                 return done, now
             damaged = value or b""
         raise unavailable("a value is damaged again and again")
 
     async def _bind(
         self, key: str, binding: Binding, ttl_s: float, expected: bytes | None, damaged: bytes
-    ) -> tuple[bool, bytes | None]:
+    ) -> tuple[bool, bytes | None, float]:
         place = _place(key)
         arguments = (
             self._values.fingerprints(place, binding.target),
@@ -86,23 +94,31 @@ class RedisBackend:
             self._values.fingerprints(place, expected) if expected else "",
             damaged,
         )
-        done, value = await self._store.one("bind", Command((self._name(key),), arguments, scripts.BIND))
-        return bool(done), value
+        done, value, left_ms = await self._store.one("bind", Command((self._name(key),), arguments, scripts.BIND))
+        return bool(done), value, left_ms / 1000
 
-    async def bound(self, key: str, touch_s: float | None = None) -> Binding | None:
+    async def bound(self, key: str) -> Binding | None:
         """See `Backend`."""
-        name = (self._name(key),)
-        commands = [Command(name, ("HGET", "v"))]
-        if touch_s is not None:
-            commands.append(Command(name, ("PEXPIRE", int(touch_s * 1000))))
-        answers = await self._store.many("bound", commands, is_batch=False)
-        value = _first(answers)
+        value = await self._store.one("bound", Command((self._name(key),), ("HGET", "v")))
         return None if value is None else self._unpack(key, value)
 
-    async def unbind(self, key: str, target: bytes | None) -> bool:
+    async def touch(self, tenant: str, key: str, ttl_s: float) -> Binding | None:
+        """See `Backend`."""
+        name = (self._name(key),)
+        commands = [Command(name, ("HGET", "v")), Command(name, ("PEXPIRE", int(ttl_s * 1000)))]
+        value = _first(await self._store.many("bound", commands, is_batch=False))
+        now = None if value is None else self._unpack(key, value)
+        if now is not None:
+            await self._ledger.note([_name_item(tenant, key, now, ttl_s)])
+        return now
+
+    async def unbind(self, tenant: str, key: str, target: bytes | None) -> bool:
         """See `Backend`."""
         argument = "" if target is None else self._values.fingerprints(_place(key), target)
-        return bool(await self._store.one("unbind", Command((self._name(key),), (argument,), scripts.UNBIND)))
+        done = await self._store.one("unbind", Command((self._name(key),), (argument,), scripts.UNBIND))
+        if done:
+            await self._ledger.forget("n", tenant, [key])
+        return bool(done)
 
     async def acquire(self, key: str, owner: str, ttl_s: float) -> tuple[bool, Lease]:
         """See `Backend`."""
@@ -210,6 +226,12 @@ class RedisBackend:
 
 def _place(key: str) -> str:
     return f"name:{key}"
+
+
+def _name_item(tenant: str, key: str, binding: Binding, ttl_s: float) -> Item:
+    """What a name takes: nothing if it is not bound."""
+    size_bytes = _NAME_BYTES + len(binding.target) + len(binding.note) if binding.target else -1
+    return "n", tenant, key, size_bytes, ttl_s
 
 
 def _reservation(block: Block) -> Item:

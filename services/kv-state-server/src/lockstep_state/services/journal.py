@@ -78,14 +78,16 @@ class Journal(state_pb2_grpc.JournalServicer):
         target = check_name("request_id", request.request_id).encode()
         binding = Binding(target, check_fingerprint("fingerprint", request.fingerprint))
         ttl_s = self._times.check("ttl_s", request.ttl_s)
-        done, now = await self._backend.bind(_claim_key(request.tenant, request.key), binding, ttl_s, b"")
+        tenant, key = key_of(Kind.TENANT, request.tenant), _claim_key(request.tenant, request.key)
+        done, now = await self._backend.bind(tenant, key, binding, ttl_s, b"")
         return state_pb2.ClaimResponse(granted=done, request_id=now.target.decode(), fingerprint=now.note)
 
     @unary("Journal.Release")
     async def Release(self, request: state_pb2.ReleaseClaimRequest) -> state_pb2.ReleaseClaimResponse:  # noqa: N802
         """Free an idempotency key."""
         target = check_name("request_id", request.request_id).encode()
-        done = await self._backend.unbind(_claim_key(request.tenant, request.key), target)
+        tenant, key = key_of(Kind.TENANT, request.tenant), _claim_key(request.tenant, request.key)
+        done = await self._backend.unbind(tenant, key, target)
         return state_pb2.ReleaseClaimResponse(released=done)
 
     @unary("Journal.LookUpClaim")

@@ -26,7 +26,8 @@ class Sessions(state_pb2_grpc.SessionsServicer):
         expected = None
         if request.HasField("if_worker"):
             expected = check_name("if_worker", request.if_worker, may_be_empty=True).encode()
-        done, now = await self._backend.bind(key, worker, self._times.check("ttl_s", request.ttl_s), expected)
+        tenant, ttl_s = key_of(Kind.TENANT, request.tenant), self._times.check("ttl_s", request.ttl_s)
+        done, now = await self._backend.bind(tenant, key, worker, ttl_s, expected)
         return state_pb2.SessionResponse(worker_id=now.target.decode(), bound=done)
 
     @unary("Sessions.LookUp")
@@ -38,12 +39,14 @@ class Sessions(state_pb2_grpc.SessionsServicer):
     async def Touch(self, request: state_pb2.TouchSessionRequest) -> state_pb2.SessionResponse:  # noqa: N802
         """The worker of a session, which is kept for longer."""
         key = _session_key(request.tenant, request.session)
-        return _session(await self._backend.bound(key, self._times.check("ttl_s", request.ttl_s)))
+        tenant, ttl_s = key_of(Kind.TENANT, request.tenant), self._times.check("ttl_s", request.ttl_s)
+        return _session(await self._backend.touch(tenant, key, ttl_s))
 
     @unary("Sessions.Expire")
     async def Expire(self, request: state_pb2.ExpireSessionRequest) -> state_pb2.ExpireSessionResponse:  # noqa: N802
         """Forget a session."""
-        expired = await self._backend.unbind(_session_key(request.tenant, request.session), None)
+        key = _session_key(request.tenant, request.session)
+        expired = await self._backend.unbind(key_of(Kind.TENANT, request.tenant), key, None)
         return state_pb2.ExpireSessionResponse(expired=expired)
 
 

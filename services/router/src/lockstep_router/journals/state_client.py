@@ -97,7 +97,7 @@ class StateClient:
         Raises:
             StateAwayError, StateRefusedError: it is not known whether that was done.
         """
-        await self._call("Claim", request, self.mirror, self.patient_s)
+        await self._call("Claim", request, self.mirror, self.patient_s, may_be_full=True)
 
     # Calls that a client's request waits for.
 
