@@ -26,6 +26,11 @@ BLOCKS = Counter(
 BLOCK_BYTES = Counter(
     "lockstep_state_block_bytes", "Bytes of blocks, by direction: `in`, `out`.", ["direction"], registry=REGISTRY
 )
+TRANSFER_BYTES = Gauge(
+    "lockstep_state_transfer_bytes",
+    "Bytes of blocks that are put or got now (`max_transfer_bytes`).",
+    registry=REGISTRY,
+)
 DAMAGED = Counter(
     "lockstep_state_damaged_values", "Values of the store that were not as they were written.", registry=REGISTRY
 )

@@ -3,6 +3,7 @@
 from typing import Annotated
 
 from lockstep_common.address import check_listen_address
+from lockstep_common.memory_limit import usable_memory
 from lockstep_common.settings import UNQUOTED, PodSettings, check_identity
 from pydantic import AfterValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -11,6 +12,8 @@ from lockstep_state.backend import Limits
 from lockstep_state.redis_backend.connect import parse_address
 
 MEMORY = "memory"
+_TRANSFER_PART = 8
+"""Of memory, for blocks that are moved: three copies of them, half of it for entries, an eighth for the rest."""
 
 
 class StateSettings(PodSettings):
@@ -66,6 +69,12 @@ class StateSettings(PodSettings):
     max_block_bytes: int = Field(16 << 20, ge=1 << 10, le=1 << 28, description="Of one KV block.")
     max_batch: int = Field(4096, ge=1, le=65536, description="Writes, streams or blocks named in one call.")
     max_transfers: int = Field(16, ge=1, le=1024, description="Calls at a time that put or get blocks.")
+    max_transfer_bytes: int | None = Field(
+        None,
+        ge=1 << 10,
+        description="Bytes of blocks that these calls have in memory at a time, each about three times; an eighth of "
+        "the memory limit if not set. A larger block is moved alone.",
+    )
     max_calls: int = Field(1024, ge=1, description="Calls at a time; more are refused.")
     ttl_s: float = Field(
         600,
@@ -83,6 +92,11 @@ class StateSettings(PodSettings):
         return Limits(
             self.max_stream_bytes, self.max_tenant_bytes, self.max_tenant_streams, self.max_tenant_block_bytes
         )
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Of blocks that are moved at a time."""
+        return self.max_transfer_bytes or usable_memory() // _TRANSFER_PART
 
     @field_validator("store")
     @classmethod

@@ -63,11 +63,11 @@ class Values:
         return " ".join(digest[:32] for digest in digests)
 
     def _open(self, place: str, stored: bytes) -> bytes | None:
-        magic, rest = stored[:_MAGIC_BYTES], stored[_MAGIC_BYTES:]
+        magic, rest = stored[:_MAGIC_BYTES], memoryview(stored)[_MAGIC_BYTES:]  # a block is large: no more copies
         if magic == _PLAIN and not self._keys:
             plain = rest[_CHECKSUM_BYTES:]
-            return plain if rest[:_CHECKSUM_BYTES] == _checksum(place, plain) else None
-        key_id, rest = rest[:_KEY_ID_BYTES], rest[_KEY_ID_BYTES:]
+            return bytes(plain) if rest[:_CHECKSUM_BYTES] == _checksum(place, plain) else None
+        key_id, rest = bytes(rest[:_KEY_ID_BYTES]), rest[_KEY_ID_BYTES:]
         if magic != _SEALED or key_id not in self._keys:
             return None
         try:
@@ -80,7 +80,7 @@ class Values:
         return AESGCM(hmac.new(self._keys[key_id], place.encode(), hashlib.sha256).digest())
 
 
-def _checksum(place: str, plain: bytes) -> bytes:
+def _checksum(place: str, plain: bytes | memoryview) -> bytes:
     digest = xxhash.xxh3_64(place.encode())
     digest.update(plain)
     return digest.digest()

@@ -1,15 +1,15 @@
 """The Kv service: blocks of KV cache, looked up by chain, put and got in streams.
 
-One block of each call is in memory at a time when blocks come in, and a few when they go out; calls that move blocks
-are limited in number.
+One block of each call is in memory at a time when blocks come in, and one or a few small ones when they go out. Calls
+that move blocks are limited in number, and the blocks of all of them in bytes.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack
 
 import grpc
 from lockstep_api.v1 import state_pb2, state_pb2_grpc
-from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from lockstep_common.errors import invalid
 from lockstep_common.grpc_decoding import decoded
 
 from lockstep_state import metrics
@@ -27,13 +27,16 @@ from lockstep_state.services.checks import (
     check_key,
     check_name,
 )
+from lockstep_state.services.transfers import Transfers
 from lockstep_state.settings import StateSettings
 
 _CHUNK_BYTES = 1 << 20
 _LOOK_UP = 64
 """Blocks of a chain looked up at a time; the first one that is not there ends it."""
 _GET = 4
-"""Blocks read from the store at a time."""
+"""Blocks read from the store at a time, at most."""
+_GET_BYTES = 4 << 20
+"""Of these blocks, unless one is larger."""
 _MAX_RANGES = 64
 _NUMBER_BYTES = 4
 
@@ -49,7 +52,7 @@ class Kv(state_pb2_grpc.KvServicer):
         self._transfer_timeout_s = settings.transfer_timeout_s
         self._max_batch = settings.max_batch
         self._max_block_bytes = settings.max_block_bytes
-        self._turns = asyncio.Semaphore(settings.max_transfers)
+        self._transfers = Transfers(settings.max_transfers, settings.transfer_bytes)
 
     @unary("Kv.LookUp")
     async def LookUp(  # noqa: N802
@@ -75,27 +78,36 @@ class Kv(state_pb2_grpc.KvServicer):
         self, requests: AsyncIterator[state_pb2.PutBlocksRequest], context: grpc.aio.ServicerContext
     ) -> state_pb2.PutBlocksResponse:
         """Store blocks, each as soon as it is complete."""
-        async with call(context, "Kv.Put", self.running, self._transfer_timeout_s), self._turn():
-            return state_pb2.PutBlocksResponse(outcomes=await self._put(requests))
+        async with call(context, "Kv.Put", self.running, self._transfer_timeout_s):
+            with self._transfers.one_more():
+                return state_pb2.PutBlocksResponse(outcomes=await self._put(requests))
         raise AssertionError("`call` has ended the call")
 
     async def Get(  # noqa: N802
         self, request: state_pb2.GetBlocksRequest, context: grpc.aio.ServicerContext
     ) -> None:
         """Give the blocks that are there."""
-        async with call(context, "Kv.Get", self.running, self._transfer_timeout_s, gives_stream=True), self._turn():
-            check_name("tenant", decoded(request).tenant)
-            check_count("keys", len(request.keys), self._max_batch)
-            for key in request.keys:
-                check_key("keys", key)
-            for start in range(0, len(request.keys), _GET):
-                blocks = await self._get(request.tenant, request.keys[start : start + _GET])
-                for at, block in enumerate(blocks, start):
-                    for message in _messages(at, block):
-                        await context.write(message)
+        async with call(context, "Kv.Get", self.running, self._transfer_timeout_s, gives_stream=True):
+            with self._transfers.one_more():
+                check_name("tenant", decoded(request).tenant)
+                check_count("keys", len(request.keys), self._max_batch)
+                for key in request.keys:
+                    check_key("keys", key)
+                for start in range(0, len(request.keys), _LOOK_UP):
+                    part = request.keys[start : start + _LOOK_UP]
+                    sizes = await self._backend.sizes(_block_keys(request.tenant, part))
+                    for places in _groups(sizes):
+                        async with self._transfers.room(sum(sizes[at] for at in places)):
+                            await self._give(request, [start + at for at in places], context)
 
-    def _turn(self) -> "_Turn":
-        return _Turn(self._turns)
+    async def _give(
+        self, request: state_pb2.GetBlocksRequest, places: Sequence[int], context: grpc.aio.ServicerContext
+    ) -> None:
+        """Give those of the blocks that are at these places of the request."""
+        blocks = await self._get(request.tenant, [request.keys[at] for at in places])
+        for at, block in zip(places, blocks, strict=True):
+            for message in _messages(at, block):
+                await context.write(message)
 
     async def _count(
         self,
@@ -120,23 +132,27 @@ class Kv(state_pb2_grpc.KvServicer):
         tenant, ttl_s = "", 0.0
         header: state_pb2.BlockHeader | None = None
         content = bytearray()
-        async for request in requests:
-            if not tenant:
-                tenant, ttl_s = check_name("tenant", decoded(request).tenant), self._times.check("ttl_s", request.ttl_s)
-            if decoded(request).HasField("header"):
-                if header is not None:
-                    raise invalid("header", "comes before the block before it is complete")
-                header = request.header
-                check_header(header, self._max_block_bytes)
-                check_count("blocks", len(outcomes) + 1, self._max_batch)
-            if header is None:
-                raise invalid("data", "comes without a header")
-            content += request.data
-            if len(content) > header.length:
-                raise invalid("data", "is longer than its header says")
-            if len(content) == header.length:
-                outcomes.append(await self._store(tenant, ttl_s, header, content))
-                header, content = None, bytearray()
+        async with AsyncExitStack() as room:
+            async for request in requests:
+                if not tenant:
+                    tenant = check_name("tenant", decoded(request).tenant)
+                    ttl_s = self._times.check("ttl_s", request.ttl_s)
+                if decoded(request).HasField("header"):
+                    if header is not None:
+                        raise invalid("header", "comes before the block before it is complete")
+                    header = request.header
+                    check_header(header, self._max_block_bytes)
+                    check_count("blocks", len(outcomes) + 1, self._max_batch)
+                    await room.enter_async_context(self._transfers.room(header.length))
+                if header is None:
+                    raise invalid("data", "comes without a header")
+                content += request.data
+                if len(content) > header.length:
+                    raise invalid("data", "is longer than its header says")
+                if len(content) == header.length:
+                    outcomes.append(await self._store(tenant, ttl_s, header, content))
+                    header, content = None, bytearray()
+                    await room.aclose()
         if header is not None:
             raise invalid("data", "is shorter than its header says")
         return outcomes
@@ -144,18 +160,20 @@ class Kv(state_pb2_grpc.KvServicer):
     async def _store(
         self, tenant: str, ttl_s: float, header: state_pb2.BlockHeader, content: bytearray
     ) -> state_pb2.PutOutcome:
+        """Store a block. Its content is taken away, so that there is no copy of it while it is sent to the store."""
         if not is_content(header, content):
             metrics.BLOCKS.labels("refused").inc()
             return state_pb2.PUT_OUTCOME_INVALID
         key = _block_key(tenant, header.key.hash, header.key.heads)
         block = Block(key_of(Kind.TENANT, tenant), key, pack(header, content), ttl_s)
+        content.clear()
         (stored,) = await self._backend.put([block])
         metrics.BLOCKS.labels("stored" if stored else "full").inc()
-        metrics.BLOCK_BYTES.labels("in").inc(len(content) if stored else 0)
+        metrics.BLOCK_BYTES.labels("in").inc(header.length if stored else 0)
         return state_pb2.PUT_OUTCOME_STORED if stored else state_pb2.PUT_OUTCOME_FULL
 
     async def _get(self, tenant: str, keys: Sequence[state_pb2.BlockKey]) -> list[Parsed | None]:
-        stored = [_block_key(tenant, key.hash, key.heads) for key in keys]
+        stored = _block_keys(tenant, keys)
         values = await self._backend.get(stored)
         blocks = [
             None if value is None else unpack(value, key, SCHEMA) for key, value in zip(keys, values, strict=True)
@@ -172,19 +190,19 @@ class Kv(state_pb2_grpc.KvServicer):
         return blocks
 
 
-class _Turn:
-    """One of the calls that may move blocks; refused at once if all are taken."""
+def _groups(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """The places of blocks that are read together. One of size 0 is not there, or damaged, which reading it ends."""
+    group: list[int] = []
+    for at, size in enumerate(sizes):
+        if group and (len(group) == _GET or sum(sizes[each] for each in group) + size > _GET_BYTES):
+            yield group
+            group = []
+        group.append(at)
+    yield group
 
-    def __init__(self, turns: asyncio.Semaphore) -> None:
-        self._turns = turns
 
-    async def __aenter__(self) -> None:
-        if self._turns.locked():
-            raise LockstepError(ErrorCode.OVERLOADED, "too many calls move blocks", retry_after_s=1)
-        await self._turns.acquire()
-
-    async def __aexit__(self, *_: object) -> None:
-        self._turns.release()
+def _block_keys(tenant: str, keys: Sequence[state_pb2.BlockKey]) -> list[str]:
+    return [_block_key(tenant, key.hash, key.heads) for key in keys]
 
 
 def _block_key(tenant: str, block_hash: bytes, heads: state_pb2.HeadRange) -> str:
@@ -192,12 +210,12 @@ def _block_key(tenant: str, block_hash: bytes, heads: state_pb2.HeadRange) -> st
     return key_of(Kind.BLOCK, tenant, block_hash, *numbers)
 
 
-def _messages(index: int, block: Parsed | None) -> list[state_pb2.GetBlocksResponse]:
+def _messages(index: int, block: Parsed | None) -> Iterator[state_pb2.GetBlocksResponse]:
+    """What gives a block, one by one: each is a copy of its part of the content."""
     if block is None:
-        return []
+        return
     header, content = block
-    parts = [content[start : start + _CHUNK_BYTES] for start in range(0, len(content), _CHUNK_BYTES)]
-    messages = [state_pb2.GetBlocksResponse(index=index, data=bytes(part)) for part in parts]
-    messages[0].header.CopyFrom(header)
     metrics.BLOCK_BYTES.labels("out").inc(len(content))
-    return messages
+    for start in range(0, len(content), _CHUNK_BYTES):
+        part = bytes(content[start : start + _CHUNK_BYTES])
+        yield state_pb2.GetBlocksResponse(index=index, data=part, header=None if start else header)
