@@ -1,5 +1,9 @@
-"""A real Redis, or a cluster of three, on free ports of this machine, for tests; they keep nothing on disk."""
+"""A real Redis, or a cluster of three, on free ports of this machine, for tests; they keep nothing on disk.
 
+`LOCKSTEP_REDIS_SERVER` is the path of another server to test with, such as `valkey-server`.
+"""
+
+import os
 import shutil
 import signal
 import socket
@@ -14,7 +18,10 @@ PATIENCE_S = 60.0
 
 def program(name):
     """The path of one of Redis' programs."""
-    path = shutil.which(name)
+    other = os.environ.get("LOCKSTEP_REDIS_SERVER") if name == "redis-server" else None
+    if other:
+        assert shutil.which(other), f"LOCKSTEP_REDIS_SERVER is no program: {other}"
+    path = shutil.which(other or name)
     if path is None:
         pytest.skip(f"{name} is not installed: what is kept in Redis is not tested")
     return path
