@@ -32,6 +32,7 @@ from lockstep_state.redis_backend import RedisBackend, RedisOptions
 from lockstep_state.secrets import read_keys, read_password
 from lockstep_state.services.call_traces import CallTraces
 from lockstep_state.services.calls import Running, is_news
+from lockstep_state.services.encoded import Encoding
 from lockstep_state.services.journal import Journal
 from lockstep_state.services.kv import Kv
 from lockstep_state.services.names import Leases, Sessions
@@ -39,6 +40,7 @@ from lockstep_state.settings import MEMORY, StateSettings
 from lockstep_state.values import Values
 
 SERVICES = ("lockstep.v1.Journal", "lockstep.v1.Sessions", "lockstep.v1.Leases", "lockstep.v1.Kv")
+_OURS = "/lockstep.v1."
 _MAX_MESSAGE_BYTES = 16 << 20
 """A batch of journals is one message; blocks come in many."""
 _OPTIONS = (
@@ -199,7 +201,7 @@ def _listen(
     refusal = "the certificate is not for a router or a worker of this state server"
     checks = [] if certificates is None else [PeerInterceptor(identities, refusal, metrics.STRANGERS.inc)]
     traces = [] if tracing is None else [CallTraces(tracing)]
-    interceptors = (*checks, Decoding("/lockstep.v1."), *traces)
+    interceptors = (*checks, Decoding(_OURS), Encoding(_OURS), *traces)
     most = _UNCOUNTED_FROM * settings.max_calls
     server = grpc.aio.server(options=_options(settings), interceptors=interceptors, maximum_concurrent_rpcs=most)
     running = Running(settings.max_calls)

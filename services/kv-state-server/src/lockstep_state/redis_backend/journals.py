@@ -34,8 +34,9 @@ _LEDGER_STEP_BYTES = 16 << 10
 _LEFT_TOMBSTONE = 2
 _TOMBSTONE_BYTES = 200
 """Memory of a tombstone in Redis, about."""
-_PARSED = 256
-"""Pieces parsed at a time, about 1.5 ms; in between the event loop serves others."""
+_TURN_PIECES = 256
+_TURN_BYTES = 64 << 10
+"""Pieces, and bytes of them, parsed at a time, about 1.5 ms; in between the event loop serves others."""
 _UNAVAILABLE = state_pb2.WRITE_OUTCOME_UNAVAILABLE
 _OPENED_NOTHING = (state_pb2.WRITE_OUTCOME_TOO_LARGE, state_pb2.WRITE_OUTCOME_GAP, state_pb2.WRITE_OUTCOME_FULL)
 
@@ -198,13 +199,14 @@ class Journals:
         if head is None:
             await self._repair(key, raw, -1, (), keeps_seal=False)
             return None
-        place, logs, keep = self._place(key), head.logs, 0
+        place, logs, keep, pieces, size = self._place(key), head.logs, 0, 0, 0
         # The stream may change meanwhile. Tokens that were seen stay the same, and a repair finds out by itself.
         for value in raw.pieces:
             if not self._add(place, value, logs):
                 break
-            keep += 1
-            if keep % _PARSED == 0:
+            keep, pieces, size = keep + 1, pieces + 1, size + len(value)
+            if pieces >= _TURN_PIECES or size >= _TURN_BYTES:
+                pieces = size = 0
                 await asyncio.sleep(0)
         ends = [(_field(raw, b"l%d" % choice), _field(raw, b"f%d" % choice)) for choice in range(len(logs))]
         is_complete = keep == len(raw.pieces) and ends == [(len(log.ids), log.finish) for log in logs]

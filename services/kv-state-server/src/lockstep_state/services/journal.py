@@ -4,14 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
-from lockstep_api.v1 import inference_pb2, state_pb2, state_pb2_grpc
+from lockstep_api.v1 import state_pb2, state_pb2_grpc
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
 from lockstep_common.protocol import NO_TOKENS
 
 from lockstep_state import metrics
 from lockstep_state.backend import Backend, Binding, Opening, StoredStream, Take, Write
 from lockstep_state.keys import Kind, key_of
-from lockstep_state.logs import Log
 from lockstep_state.services.calls import Running, unary
 from lockstep_state.services.checks import (
     SCHEMA,
@@ -23,6 +22,7 @@ from lockstep_state.services.checks import (
     check_pieces,
     check_record,
 )
+from lockstep_state.services.encoded import Encoded, encode, encode_head
 from lockstep_state.settings import StateSettings
 
 _INVALID = state_pb2.WRITE_OUTCOME_INVALID
@@ -46,22 +46,23 @@ class Journal(state_pb2_grpc.JournalServicer):
         return state_pb2.AppendResponse(results=await self._append(request.writes))
 
     @unary("Journal.Read")
-    async def Read(self, request: state_pb2.ReadRequest) -> state_pb2.ReadResponse:  # noqa: N802
+    async def Read(self, request: state_pb2.ReadRequest) -> Encoded:  # noqa: N802
         """A stream from positions on, without logs if they are `NO_TOKENS` for all choices."""
         key = _stream_key(request.tenant, request.stream_id)
         if request.positions and min(request.positions) == NO_TOKENS:
-            response = _response(await self._backend.head(key), request.positions)
-            if len(request.positions) >= len(response.record.choices):
-                response.ClearField("logs")
-                return response
-        return _response(await self._backend.read(key), request.positions)
+            head, record = _known(await self._backend.head(key))
+            if len(request.positions) >= len(record.choices):
+                return encode_head(head)
+        stored, _ = _known(await self._backend.read(key))
+        return await encode(stored, request.positions)
 
     @unary("Journal.Take")
-    async def Take(self, request: state_pb2.TakeRequest) -> state_pb2.ReadResponse:  # noqa: N802
+    async def Take(self, request: state_pb2.TakeRequest) -> Encoded:  # noqa: N802
         """A stream, to continue it under a higher epoch."""
         key = _stream_key(request.tenant, request.stream_id)
         take = Take(check_name("owner", request.owner), self._times.check("ttl_s", request.ttl_s))
-        return _response(await self._backend.read(key, take), ())
+        stored, _ = _known(await self._backend.read(key, take))
+        return await encode(stored, ())
 
     @unary("Journal.Trim")
     async def Trim(self, request: state_pb2.TrimRequest) -> state_pb2.TrimResponse:  # noqa: N802
@@ -145,29 +146,16 @@ def _claim_key(tenant: str, key: str) -> str:
     return key_of(Kind.CLAIM, tenant, check_name("key", key).encode())
 
 
-def _response(stored: StoredStream | None, positions: Sequence[int]) -> state_pb2.ReadResponse:
+def _known(stored: StoredStream | None) -> tuple[StoredStream, state_pb2.StreamRecord]:
+    """A stream that was found, and its record.
+
+    Raises:
+        LockstepError: STREAM_NOT_FOUND, there is none that can be read.
+    """
     try:
         record = None if stored is None else state_pb2.StreamRecord.FromString(stored.record)
     except DecodeError:
         record = None
     if stored is None or record is None or record.schema != SCHEMA:
         raise LockstepError(ErrorCode.STREAM_NOT_FOUND, "there is no such stream")
-    froms = [*positions, *[0] * len(stored.logs)]
-    logs = [_log(log, position) for log, position in zip(stored.logs, froms, strict=False)]
-    response = state_pb2.ReadResponse(record=record, logs=logs, epoch=stored.epoch, owner=stored.owner)
-    if stored.seal is not None:
-        response.seal.ParseFromString(stored.seal)
-    return response
-
-
-def _log(log: Log, position: int) -> state_pb2.ChoiceLog:
-    begin = min(position, len(log.ids))
-    return state_pb2.ChoiceLog(
-        position=begin,
-        ids=log.ids[begin:],
-        logprobs=[inference_pb2.Logprobs.FromString(each) for each in log.logprobs[begin:]],
-        finish=inference_pb2.FinishReason.Name(log.finish),
-        cached_tokens=log.cached_tokens,
-        inexact=log.inexact,
-        numerics=log.numerics,
-    )
+    return stored, record
