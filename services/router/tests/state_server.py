@@ -33,6 +33,7 @@ class SlowBackend:
     def __init__(self, backend):
         self.backend = backend
         self.delay_s = 0.0
+        self.read_delay_s = 0.0
         self.is_away = False
         self.is_full = False
         """It has no room for a lease or a key."""
@@ -64,7 +65,7 @@ class SlowBackend:
 
         async def call(*arguments):
             self.calls.append(name)
-            await asyncio.sleep(self.delay_s)
+            await asyncio.sleep(self.delay_s + self.read_delay_s * (name == "read"))
             if self.is_away:
                 raise LockstepError(ErrorCode.UNAVAILABLE, "the store does not answer")
             if self.is_full:

@@ -89,11 +89,12 @@ class StateChannel:
         while True:
             await asyncio.sleep(PROBE_EVERY_S)
             began_at = loop.time()
-            if await self._is_healthy(timeout_s):
+            if await self.is_healthy(timeout_s):
                 return loop.time() - began_at
             await self._redial()
 
-    async def _is_healthy(self, timeout_s: float) -> bool:
+    async def is_healthy(self, timeout_s: float) -> bool:
+        """Ask the server's health once; False without an answer in this time."""
         if self.current is None:
             return False
         stub = health_pb2_grpc.HealthStub(self.current)

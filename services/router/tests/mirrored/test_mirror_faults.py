@@ -225,6 +225,23 @@ async def test_keys_that_a_full_tenant_renews_are_no_server_that_is_away(make_st
     assert not store.client.mirror.is_open
 
 
+async def test_streams_that_take_too_long_to_read_stop_nothing_else(make_store, server):
+    """They may be long. The server counts as away if it says so, or does not answer at all."""
+    other = await make_store("router-2", timeout_s=0.1)
+    server.backend.read_delay_s = 3600.0
+    late = await asyncio.gather(*(other.look_up(f"r-{n}", "tenant") for n in range(4)), return_exceptions=True)
+    assert {error.code for error in late} == {ErrorCode.UNAVAILABLE}
+    assert not other.client.mirror.is_open
+    await fill(other)
+    await mirrored(other)
+    await other.claim("tenant/key", Claim("r-1", b"body"))
+    assert (other.client.mirror.is_open, other.client.requests.is_open) == (False, False)
+    server.backend.is_away = True
+    with pytest.raises(LockstepError):
+        await other.look_up("r-9", "tenant")
+    await eventually(lambda: other.client.mirror.is_open)
+
+
 async def test_store_behind_the_server_that_is_away_opens_the_breaker(make_store, server):
     store = await make_store()
     server.backend.is_away = True

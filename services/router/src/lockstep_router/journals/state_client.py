@@ -2,7 +2,8 @@
 
 Two breakers stand before it. `requests` is for calls that a client's request waits for: a server that is merely slow
 opens it. `mirror` is for all other calls, which have ten times as long. While one is open, a probe asks the server's
-health twice a second; see `StateChannel`.
+health twice a second; see `StateChannel`. A stream that is late in being read or taken may only be long: that counts as
+a failure if the server does not answer a question for its health either.
 """
 
 import asyncio
@@ -28,6 +29,8 @@ _FAILURES_TO_OPEN = {"requests": 3, "mirror": 2}
 _MAX_CALLS = 256
 """Calls at a time for requests of clients; more are refused."""
 _REFUSALS = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED})
+
+_LATE = grpc.StatusCode.DEADLINE_EXCEEDED.name
 
 
 class StateClient:
@@ -57,6 +60,7 @@ class StateClient:
         # A stream's journal may be long; the server bounds it.
         self._channel = StateChannel(target, dial, "lockstep.v1.Journal", -1)
         self._calls = 0
+        self._doubting: asyncio.Task[None] | None = None
         self._measure()
 
     @property
@@ -70,6 +74,9 @@ class StateClient:
 
     async def close(self) -> None:
         """Disconnect."""
+        if self._doubting is not None:
+            self._doubting.cancel()
+            await asyncio.gather(self._doubting, return_exceptions=True)
         await self._channel.close()
 
     # The mirror's calls.
@@ -164,7 +171,7 @@ class StateClient:
         self._calls += 1
         try:
             response: state_pb2.ReadResponse = await self._call_for_request(
-                method, request, self.mirror, 2 * self.patient_s
+                method, request, self.mirror, 2 * self.patient_s, may_be_long=True
             )
         except _NotFoundError:
             return None
@@ -172,10 +179,14 @@ class StateClient:
             self._calls -= 1
         return response
 
-    async def _call_for_request(self, method: str, request: Any, breaker: Breaker, timeout_s: float) -> Any:
+    async def _call_for_request(
+        self, method: str, request: Any, breaker: Breaker, timeout_s: float, *, may_be_long: bool = False
+    ) -> Any:
         """A call that is a part of a request's trace. Those of the mirror are for many streams at once."""
         with calling(f"Journal.{method}") as metadata:
-            return await self._call(method, request, breaker, timeout_s, metadata=metadata, may_be_full=True)
+            return await self._call(
+                method, request, breaker, timeout_s, metadata=metadata, may_be_full=True, may_be_long=may_be_long
+            )
 
     async def _call(
         self,
@@ -187,8 +198,12 @@ class StateClient:
         metadata: Metadata = (),
         *,
         may_be_full: bool = False,
+        may_be_long: bool = False,
     ) -> Any:
-        """Args: `may_be_full`: a server without room for this call is no server that is away; others' calls go on."""
+        """Args:
+        may_be_full: a server without room for this call is no server that is away; others' calls go on.
+        may_be_long: nor is one that is late with this call, if it answers others.
+        """
         channel = self._channel.current
         if breaker.is_open or channel is None:
             raise StateAwayError
@@ -206,7 +221,10 @@ class StateClient:
                 metrics.STATE_FAILURES.labels(error.code().name.lower()).inc()
                 breaker.note_success()
                 raise StateAwayError from None
-            self.note_failure(breaker, error.code().name)
+            if error.code().name == _LATE and may_be_long:
+                self._doubt(breaker)
+            else:
+                self.note_failure(breaker, error.code().name)
             raise StateAwayError(error.code().name) from None
         except asyncio.CancelledError:
             if is_own_cancellation():
@@ -233,6 +251,20 @@ class StateClient:
             self.requests.is_open = True
         self._measure()
         self._channel.start_probing(self._probe)
+
+    def _doubt(self, breaker: Breaker) -> None:
+        """Find out whether a server that was late is away. Nobody waits for that."""
+        if breaker.is_open or (self._doubting is not None and not self._doubting.done()):
+            metrics.STATE_FAILURES.labels(_LATE.lower()).inc()
+        else:
+            self._doubting = asyncio.create_task(self._check(breaker))
+
+    async def _check(self, breaker: Breaker) -> None:
+        if await self._channel.is_healthy(self.patient_s):
+            metrics.STATE_FAILURES.labels(_LATE.lower()).inc()
+            return
+        for _ in range(2):  # the call that was late, and this one
+            self.note_failure(breaker, _LATE)
 
     async def _probe(self) -> None:
         while self.requests.is_open or self.mirror.is_open:
