@@ -123,3 +123,12 @@ async def test_answer_has_what_is_stored():
     assert (second.finish, second.inexact, len(second.logprobs)) == (inference_pb2.FINISH_REASON_STOP, True, 0)
     assert (list(third.ids), list(third.logprobs)) == (list(range(5000)), parts)
     assert (third.finish, third.cached_tokens, third.numerics) == (0, 3, "n")
+
+
+async def test_end_that_is_not_known_is_answered_as_it_is_stored():
+    """A newer state server on the same Redis has written it."""
+    log = Log()
+    log.add(piece(0, 0, 5, finish=99))
+    answer = await encode(StoredStream(record(1).SerializeToString(), [log], None, 1, "o"), ())
+    (read,) = state_pb2.ReadResponse.FromString(answer.content).logs
+    assert (list(read.ids), read.finish) == ([5], 99)

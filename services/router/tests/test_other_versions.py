@@ -10,10 +10,13 @@ from lockstep_common.grpc_tls import dial_plain
 from lockstep_router import metrics
 from lockstep_router.generation.parsing import Parsing
 from lockstep_router.journals import MemoryJournalStore, MirroredJournalStore, Piece
+from lockstep_router.journals.stored_form import tenant_of
+from lockstep_state.keys import Kind, key_of
 from router_cluster import eventually
 from state_server import StateServer
 
 UNKNOWN_OUTCOME = 77
+UNKNOWN_FINISH = 99
 
 
 def store_at(server, owner):
@@ -62,6 +65,30 @@ async def test_stream_with_a_format_that_is_not_known_is_left_to_other_routers(s
             with pytest.raises(LockstepError) as refused:
                 await ours.look_up("r-1", written.owner)
             assert refused.value.code is ErrorCode.UNAVAILABLE
+        assert await ours.discard("r-1", written.owner)
+        await eventually(lambda: ours.mirror.is_idle)
+        assert await ours.look_up("r-1", written.owner) is None
+
+
+async def test_stream_whose_end_is_not_known_is_left_to_other_routers(server):
+    """A state server of another version has stored a reason that neither this one nor this router knows."""
+    written = record("r-1")
+    async with contextlib.AsyncExitStack() as stack:
+        stores = [store_at(server, owner) for owner in ("router-1", "router-2")]
+        for store in stores:
+            store.start()
+            stack.push_async_callback(store.close)
+        theirs, ours = stores
+        await theirs.open(written)
+        theirs.append("r-1", Piece(0, 0, [5, 6]))
+        await eventually(lambda: theirs.mirror.is_idle)
+        key = key_of(Kind.STREAM, tenant_of(written.owner), b"r-1")
+        stored = await server.backend.backend.read(key)
+        stored.logs[0].finish = UNKNOWN_FINISH
+        with pytest.raises(LockstepError) as refused:
+            await ours.look_up("r-1", written.owner)
+        assert (refused.value.code, "another version" in refused.value.message) == (ErrorCode.UNAVAILABLE, True)
+        assert not ours.is_away
         assert await ours.discard("r-1", written.owner)
         await eventually(lambda: ours.mirror.is_idle)
         assert await ours.look_up("r-1", written.owner) is None

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
-from lockstep_api.v1 import state_pb2
+from lockstep_api.v1 import inference_pb2, state_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.grpc_tls import Dial
 from lockstep_common.protocol import NO_TOKENS
@@ -41,6 +41,7 @@ has died before that, unless it has marked the request as being prepared.
 """
 PREPARING_S = 10.0
 """A request that is being prepared elsewhere is waited for no longer than this."""
+_FINISHES = frozenset(inference_pb2.FinishReason.values())
 _ASK_AGAIN_S = 0.1
 _LOOK_EVERY_S = 0.05
 _LOOK_PREPARING_EVERY_S = 0.25
@@ -211,8 +212,8 @@ class MirroredJournalStore:
 
         Raises:
             StoreAwayError: UNAVAILABLE, the state server has just failed to answer.
-            LockstepError: UNAVAILABLE, the stream was found by its key and is still being prepared, or this router
-                cannot read its text; OVERLOADED, too many ask at a time.
+            LockstepError: UNAVAILABLE, the stream was found by its key and is still being prepared, or this router does
+                not know how its text is to be read, or how it ended; OVERLOADED, too many ask at a time.
         """
         if self.mirror.is_removed(request_id):
             return None
@@ -232,7 +233,8 @@ class MirroredJournalStore:
         if found is None:
             return None
         parsing = found.stream.record.parsing
-        if parsing is not None and not parsing.is_known:
+        is_known = all(log.finish in _FINISHES for log in found.stream.logs)
+        if not is_known or (parsing is not None and not parsing.is_known):
             sentence = "the stream was begun by a router of another version; such a router can go on with it"
             raise LockstepError(ErrorCode.UNAVAILABLE, sentence, retry_after_s=1)
         return found.stream
