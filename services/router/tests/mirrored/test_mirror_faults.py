@@ -293,6 +293,31 @@ async def test_much_is_written_in_parts(make_store, other):
     assert (await other.look_up("r-1199", "tenant")) is not None
 
 
+async def test_mirror_does_nothing_while_all_streams_are_put_off(make_store, server, other, monkeypatch):
+    """It sleeps before each batch, and makes none before the time of the first stream that was answered FULL."""
+    server.settings = server.settings.model_copy(update={"max_tenant_streams": 1})
+    await server.restart()
+    store = await make_store(max_streams=10)
+    for n in range(4):
+        await fill(store, f"r-{n}")
+    full, sleep, sleeps = lambda: count(metrics.JOURNAL_WRITES, "full"), asyncio.sleep, []
+    await eventually(lambda: store.mirror.entries["r-0"].is_open)
+
+    async def noted(delay_s, result=None):
+        if asyncio.current_task() is not this:
+            sleeps.append(delay_s)
+        return await sleep(delay_s, result)
+
+    this, before, calls = asyncio.current_task(), full(), len(server.backend.calls)
+    monkeypatch.setattr(asyncio, "sleep", noted)
+    await eventually(lambda: full() >= before + 6)
+    batches = len(server.backend.calls) - calls
+    assert len(sleeps) <= 2 * batches + 4, "one of the server's double and one of the mirror for each batch"
+    store.append("r-0", Piece(0, 2, [8], logprobs(8)))
+    await eventually(lambda: store.mirror.entries["r-0"].written[0] == 3)
+    assert list((await other.look_up("r-0", "tenant")).logs[0].ids) == [5, 6, 8]
+
+
 async def test_batch_that_the_server_refuses_is_halved(tmp_path, clock, make_store, server, other):
     server.settings = server.settings.model_copy(update={"max_batch": 3})
     await server.restart()

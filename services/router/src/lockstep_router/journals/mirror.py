@@ -86,6 +86,10 @@ class Mirror:
         self._on_stale = on_stale
         self._changed: dict[str, None] = {}
         """Streams with something to write, those that have waited longest first."""
+        self._put_off: dict[str, None] = {}
+        """Streams with something to write, but not yet: in the order of their times, as all wait equally long."""
+        self._putting_off: asyncio.TimerHandle | None = None
+        """Ends with the first one's time."""
         self._wake = asyncio.Event()
         self._chores: deque[Callable[[], Awaitable[None]]] = deque(maxlen=_MAX_CHORES)
         """Other calls for the state server. Beyond the bound the oldest are dropped: it has times to live."""
@@ -116,6 +120,8 @@ class Mirror:
                     await self._do_chores()
         except TimeoutError:
             pass
+        if self._putting_off is not None:
+            self._putting_off.cancel()
 
     # What happens to streams.
 
@@ -181,6 +187,7 @@ class Mirror:
         """Write no more to a stream."""
         entry = self.entries.pop(request_id, None)
         self._changed.pop(request_id, None)
+        self._put_off.pop(request_id, None)
         if entry is not None:
             entry.is_dropped.set()
 
@@ -306,11 +313,9 @@ class Mirror:
 
     def _batch(self) -> tuple[list[tuple[state_pb2.StreamWrite, _Sent]], bool]:
         """The next batch, and whether it has all that may be in one."""
-        now, made, size = asyncio.get_running_loop().time(), [], 0
+        made, size = [], 0
         for request_id in list(self._changed):
             entry = self.entries[request_id]
-            if entry.not_before > now:
-                continue
             try:
                 write, sent = self._write(request_id, entry)
             except Exception:
@@ -366,7 +371,29 @@ class Mirror:
             entry.changed_at = entry.changed_at if sent.since is None else sent.since
             if entry.changed_at is None:
                 entry.changed_at = asyncio.get_running_loop().time()
-            self._changed[sent.request_id] = None
+            if entry.not_before > asyncio.get_running_loop().time():
+                self._put_off[sent.request_id] = None
+                self._time_put_off()
+            else:
+                self._changed[sent.request_id] = None
+
+    def _time_put_off(self) -> None:
+        """See to it that streams that were put off are written when their times have come."""
+        first = next(iter(self._put_off), None)
+        if self._putting_off is None and first is not None:
+            loop = asyncio.get_running_loop()
+            self._putting_off = loop.call_at(self.entries[first].not_before, self._end_put_off)
+
+    def _end_put_off(self) -> None:
+        self._putting_off = None
+        now = asyncio.get_running_loop().time()
+        for request_id in list(self._put_off):
+            if self.entries[request_id].not_before > now:
+                break
+            del self._put_off[request_id]
+            self._changed[request_id] = None
+            self._wake.set()
+        self._time_put_off()
 
     def _note_result(self, sent: _Sent, result: state_pb2.WriteResult) -> None:
         entry, outcome = sent.entry, result.outcome
@@ -462,7 +489,7 @@ class Mirror:
     @property
     def is_idle(self) -> bool:
         """Whether the state server has got everything that happened until now."""
-        return not (self._changed or self._flight or self._chores or self._chores_in_flight)
+        return not (self._changed or self._put_off or self._flight or self._chores or self._chores_in_flight)
 
 
 async def _done(work: Callable[[], Awaitable[None]]) -> None:
