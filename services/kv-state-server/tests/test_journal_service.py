@@ -190,6 +190,7 @@ async def test_invalid_writes_name_their_field_and_are_not_stored(client):
         "epoch": {"epoch": 1 << 60},
         "ttl_s": {"ttl_s": float("nan")},
         "owner": {"owner": ""},
+        "left_s": {"left_s": float("nan")},
         "record.schema": {"record": record(schema=2)},
         "record.choices": {"record": record(0)},
         "record.prompts": {"record": state_pb2.StreamRecord(schema=1, choices=[state_pb2.StreamChoice()])},

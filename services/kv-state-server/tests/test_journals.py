@@ -48,6 +48,19 @@ async def test_stream_is_read_as_it_was_written(kept):
     assert (second.ids, second.finish, second.inexact) == (array("I", [7]), STOP, True)
 
 
+async def test_what_is_left_of_a_timeout_grows_less(kept):
+    for left_s in (500.0, 900.0):  # a repeat does not begin it again
+        assert (await kept.append(opening=Opening(b"record", 1, "router-1", left_s))).outcome == OK
+    first = (await kept.backend.read(kept.key())).left_s
+    await asyncio.sleep(0.01)
+    taken = await kept.backend.read(kept.key(), Take("router-2", TTL_S))
+    assert 0 < taken.left_s < first <= 500.0
+    await kept.append("over", opening=Opening(b"record", 1, "router-1", 0.0))
+    assert (await kept.backend.read(kept.key("over"))).left_s == 0
+    await kept.append("none", opening=Opening(b"record", 1, "router-1"))
+    assert (await kept.backend.read(kept.key("none"))).left_s is None
+
+
 class CountingValues(Values):
     """Notes in which turn of the event loop each value is read."""
 

@@ -35,6 +35,8 @@ class Opening:
     record: bytes
     choices: int
     owner: str
+    left_s: float | None = None
+    """Of the request's own timeout; None: it has none."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class StoredStream:
     seal: bytes | None
     epoch: int
     owner: str
+    left_s: float | None = None
+    """Of the request's own timeout; None: it has none, or it is not known."""
 
 
 @dataclass(frozen=True)

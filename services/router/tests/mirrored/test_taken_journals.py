@@ -1,6 +1,8 @@
 """Streams that another router takes, or that this one takes back."""
 
 import asyncio
+import time
+from dataclasses import replace
 
 import pytest
 from journal_store_contract import KEEP_S, STOP, logprobs, record
@@ -37,6 +39,20 @@ async def test_stream_that_has_failed_here_and_ended_elsewhere_is_taken_back_as_
     assert (taken.outcome, list(taken.logs[0].ids)) == (Outcome(), [5, 6, 9])
     assert (await store.read("r-1")).outcome == Outcome()
     assert not store.mirror.entries
+
+
+@pytest.mark.parametrize("ahead_s", [20.0, -20.0])
+async def test_taken_stream_has_what_was_left_of_its_timeout_by_any_clock(store, other, monkeypatch, clock, ahead_s):
+    """The routers' clocks differ by more than the timeout."""
+    began_at = time.time()
+    await store.open(replace(record(), deadline_at=began_at + 15.0))
+    await mirrored(store)
+    clock.now += 5.0
+    there = time.time
+    monkeypatch.setattr(time, "time", lambda: there() + ahead_s)
+    taken = await take(other)
+    took_s = there() - began_at
+    assert 10.0 - took_s <= taken.record.deadline_at - time.time() <= 10.0
 
 
 async def fail_after_taking_back(store, server):

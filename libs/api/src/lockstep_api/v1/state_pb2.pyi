@@ -97,7 +97,7 @@ class Seal(_message.Message):
     def __init__(self, outcome: _Optional[bytes] = ...) -> None: ...
 
 class StreamWrite(_message.Message):
-    __slots__ = ("tenant", "stream_id", "epoch", "record", "pieces", "seal", "ttl_s", "owner")
+    __slots__ = ("tenant", "stream_id", "epoch", "record", "pieces", "seal", "ttl_s", "owner", "left_s")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +106,7 @@ class StreamWrite(_message.Message):
     SEAL_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     stream_id: str
     epoch: int
@@ -114,7 +115,8 @@ class StreamWrite(_message.Message):
     seal: Seal
     ttl_s: float
     owner: str
-    def __init__(self, tenant: _Optional[str] = ..., stream_id: _Optional[str] = ..., epoch: _Optional[int] = ..., record: _Optional[_Union[StreamRecord, _Mapping]] = ..., pieces: _Optional[_Iterable[_Union[Piece, _Mapping]]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., ttl_s: _Optional[float] = ..., owner: _Optional[str] = ...) -> None: ...
+    left_s: float
+    def __init__(self, tenant: _Optional[str] = ..., stream_id: _Optional[str] = ..., epoch: _Optional[int] = ..., record: _Optional[_Union[StreamRecord, _Mapping]] = ..., pieces: _Optional[_Iterable[_Union[Piece, _Mapping]]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., ttl_s: _Optional[float] = ..., owner: _Optional[str] = ..., left_s: _Optional[float] = ...) -> None: ...
 
 class AppendRequest(_message.Message):
     __slots__ = ("writes",)
@@ -183,18 +185,20 @@ class ChoiceLog(_message.Message):
     def __init__(self, position: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., finish: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., inexact: _Optional[bool] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class ReadResponse(_message.Message):
-    __slots__ = ("record", "logs", "seal", "epoch", "owner")
+    __slots__ = ("record", "logs", "seal", "epoch", "owner", "left_s")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     LOGS_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
     record: StreamRecord
     logs: _containers.RepeatedCompositeFieldContainer[ChoiceLog]
     seal: Seal
     epoch: int
     owner: str
-    def __init__(self, record: _Optional[_Union[StreamRecord, _Mapping]] = ..., logs: _Optional[_Iterable[_Union[ChoiceLog, _Mapping]]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., epoch: _Optional[int] = ..., owner: _Optional[str] = ...) -> None: ...
+    left_s: float
+    def __init__(self, record: _Optional[_Union[StreamRecord, _Mapping]] = ..., logs: _Optional[_Iterable[_Union[ChoiceLog, _Mapping]]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., epoch: _Optional[int] = ..., owner: _Optional[str] = ..., left_s: _Optional[float] = ...) -> None: ...
 
 class TrimRequest(_message.Message):
     __slots__ = ("tenant", "stream_ids", "ttl_s")

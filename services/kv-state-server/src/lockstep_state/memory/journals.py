@@ -26,6 +26,8 @@ class Stream:
     owner: str
     epoch: int
     logs: list[Log]
+    ends_at: float | None = None
+    """When the request's own timeout ends."""
     seal: bytes | None = None
 
 
@@ -41,6 +43,7 @@ class Journals:
     def __init__(self, room: Room, limits: Limits, clock: Callable[[], float]) -> None:
         self._room = room
         self._limits = limits
+        self._clock = clock
         self.running: Shelf[Stream] = Shelf("running", room, clock, counts_streams=True)
         self.ended: Shelf[Stream] = Shelf("ended", room, clock, counts_streams=True)
         self.tombstones: Shelf[int] = Shelf("marks", room, clock)  # its name in the metrics
@@ -71,7 +74,8 @@ class Journals:
             stream.epoch += 1
             stream.owner = take.owner
             (self.running if stream.seal is None else self.ended).grow(key, 0, take.ttl_s)
-        return StoredStream(stream.record, stream.logs, stream.seal, stream.epoch, stream.owner)
+        left_s = None if stream.ends_at is None else max(0.0, stream.ends_at - self._clock())
+        return StoredStream(stream.record, stream.logs, stream.seal, stream.epoch, stream.owner, left_s)
 
     def trim(self, key: str, tombstone_ttl_s: float) -> bool:
         """Forget a stream; whether there was one. One that was taken leaves a tombstone."""
@@ -107,7 +111,8 @@ class Journals:
         refused = self._refuse_size(size_bytes + _growth_bytes(logs, write), 0)
         if refused is not None:
             return refused
-        stream = Stream(opening.record, opening.owner, write.epoch, logs)
+        ends_at = None if opening.left_s is None else self._clock() + opening.left_s
+        stream = Stream(opening.record, opening.owner, write.epoch, logs, ends_at)
         self.running.put(write.key, stream, size_bytes, write.tenant, write.ttl_s)
         self._apply(stream, write, _growth_bytes(logs, write))
         return results.ok(stream.epoch)

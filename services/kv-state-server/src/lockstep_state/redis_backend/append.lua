@@ -1,9 +1,9 @@
 -- Writes to one stream, completely or not at all.
 -- KEYS: the stream's hash, its list of pieces, the tombstone that it left when it was trimmed. ARGV: epoch, ttl_ms, max_bytes, record, its fingerprints, choices, owner, seal,
 -- its fingerprints, bytes after which the tenant's ledger is updated, the life that the stream must have ('': any), the life that it gets if it
--- is opened; then for each piece: choice, position, count, finish, value.
+-- is opened; ms that are left of the request's own timeout (-1: it has none); then for each piece: choice, position, count, finish, value.
 -- The hash: e epoch, d fingerprint of r the record, n choices, o owner, s seal, t its fingerprint, b bytes, q bytes that the
--- ledger knows, c when it is updated again, l<choice> tokens, f<choice> how the choice ended, i its life: as long as that is the same,
+-- ledger knows, c when it is updated again, l<choice> tokens, f<choice> how the choice ended, w when the request's own timeout ends, in ms, i its life: as long as that is the same,
 -- tokens are added and none is removed. All but r, o, s and i have a checksum.
 -- Returns, as one string, which is sent and parsed faster than an array: outcome (100: some tokens are there already, and have to be compared),
 -- epoch, choice, length, bytes if the ledger has to know (-1: none), 1 if what was there was damaged; then it is forgotten.
@@ -15,7 +15,7 @@ local was = {e = number(head[1]), d = plain(head[2]), n = number(head[3]), b = n
 if not is_new then is_damaged = not (was.e and was.d and was.n and was.b and was.q and was.c) end
 if head[7] and not plain(head[8]) then is_damaged = true end
 local logs = {}
-for at = 13, #ARGV, 5 do
+for at = 14, #ARGV, 5 do
   local log = redis.call('HMGET', KEYS[1], 'l' .. ARGV[at], 'f' .. ARGV[at])
   if (log[1] and not number(log[1])) or (log[2] and not number(log[2])) then is_damaged = true end
   logs[at] = {number(log[1]) or 0, log[2]}
@@ -50,7 +50,7 @@ else
   bytes, choices = was.b, was.n
 end
 local is_sealed = head[7]
-for at = 13, #ARGV, 5 do
+for at = 14, #ARGV, 5 do
   local choice, position, count, finish = tonumber(ARGV[at]), tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2]), ARGV[at + 3]
   if choice >= choices then return answer(CONFLICT, 0, choice) end
   local length, ended = logs[at][1], logs[at][2]
@@ -77,6 +77,8 @@ end
 if bytes > tonumber(ARGV[3]) then return answer(TOO_LARGE) end
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+local left_ms = tonumber(ARGV[13])
+if is_new and left_ms >= 0 then change('w', checked(now_ms + left_ms)) end
 local for_ledger = 0
 if is_new or ARGV[8] ~= '' or bytes - was.q >= tonumber(ARGV[10]) or now_ms >= was.c then
   for_ledger = bytes

@@ -47,6 +47,8 @@ class _Raw:
 
     fields: dict[bytes, bytes]
     pieces: Sequence[bytes]
+    left_ms: int
+    """Of the request's own timeout; -1: it has none, or it is not known."""
 
 
 class Journals:
@@ -135,11 +137,12 @@ class Journals:
         """What writes; only if the stream has this life, if one is given."""
         place = self._place(write.key)
         opening = write.opening
-        record, fingerprints, choices, owner = b"", "", 0, b""
+        record, fingerprints, choices, owner, left_ms = b"", "", 0, b"", -1
         if opening is not None:
             size = opening.choices.to_bytes(_COUNT_BYTES, "big")
             record = self._values.write(f"{place}:r", size + opening.record)
             fingerprints = self._values.fingerprints(place, opening.record)
+            left_ms = -1 if opening.left_s is None else int(opening.left_s * 1000)
             choices, owner = opening.choices, self._values.write(f"{place}:o", opening.owner.encode())
         seal = b"" if write.seal is None else self._values.write(f"{place}:s", write.seal)
         seal_prints = "" if write.seal is None else self._values.fingerprints(place, write.seal)
@@ -148,7 +151,7 @@ class Journals:
         for piece in write.pieces:
             value = self._values.write(f"{place}:p", piece.SerializeToString())
             pieces += [piece.choice, piece.position, len(piece.ids), int(piece.finish), value]
-        arguments = (*head, seal, seal_prints, _LEDGER_STEP_BYTES, life, _new_life(), *pieces)
+        arguments = (*head, seal, seal_prints, _LEDGER_STEP_BYTES, life, _new_life(), left_ms, *pieces)
         return Command(self._keys_and_tombstone(write.key), arguments, scripts.APPEND)
 
     async def _compare(self, write: Write) -> Any:
@@ -179,8 +182,8 @@ class Journals:
         if isinstance(answer, int):
             metrics.DAMAGED.inc(answer)
             return None
-        pairs, pieces = answer
-        return _Raw(dict(zip(pairs[::2], pairs[1::2], strict=True)), pieces)
+        pairs, pieces, left_ms = answer
+        return _Raw(dict(zip(pairs[::2], pairs[1::2], strict=True)), pieces, left_ms)
 
     def _parse_head(self, key: str, fields: dict[bytes, bytes]) -> StoredStream | None:
         """A stream whose logs are still empty; None if it is damaged. A damaged seal is none."""
@@ -199,6 +202,8 @@ class Journals:
         if head is None:
             await self._repair(key, raw, -1, (), keeps_seal=False)
             return None
+        if raw.left_ms >= 0:
+            head = replace(head, left_s=raw.left_ms / 1000)
         place, logs, keep, pieces, size = self._place(key), head.logs, 0, 0, 0
         # The stream may change meanwhile. Tokens that were seen stay the same, and a repair finds out by itself.
         for value in raw.pieces:

@@ -17,6 +17,7 @@ SCHEMA = 1
 _MAX_FINGERPRINT_BYTES = 128
 _MAX_EPOCH = 1 << 53
 _MAX_DIMENSIONS = 8
+_MAX_LEFT_S = 1e9
 _FINISHES = frozenset(inference_pb2.FinishReason.values())
 _DTYPE = re.compile(r"[a-z0-9_]{1,32}")
 
@@ -75,6 +76,13 @@ def check_record(record: state_pb2.StreamRecord) -> None:
     check_schema("record.schema", record.schema)
     check_count("record.choices", len(record.choices), MAX_CHOICES)
     check_count("record.prompts", len(record.prompts), MAX_CHOICES)
+
+
+def check_left(field: str, left_s: float) -> float:
+    """What is left of a timeout."""
+    if not 0 <= left_s <= _MAX_LEFT_S:  # which NaN is not either
+        raise invalid(field, f"must be between 0 and {_MAX_LEFT_S:g} seconds")
+    return left_s
 
 
 def check_pieces(write: state_pb2.StreamWrite) -> None:

@@ -95,6 +95,8 @@ async def encode(stored: StoredStream, positions: Sequence[int]) -> Encoded:
 def encode_head(stored: StoredStream) -> Encoded:
     """A `ReadResponse` without logs."""
     response = state_pb2.ReadResponse(epoch=stored.epoch, owner=stored.owner)
+    if stored.left_s is not None:
+        response.left_s = stored.left_s
     if stored.seal is not None:
         response.seal.ParseFromString(stored.seal)
     return Encoded(b"".join((_prefix(_RECORD, len(stored.record)), stored.record, response.SerializeToString())))

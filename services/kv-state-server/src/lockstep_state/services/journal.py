@@ -18,6 +18,7 @@ from lockstep_state.services.checks import (
     check_count,
     check_epoch,
     check_fingerprint,
+    check_left,
     check_name,
     check_pieces,
     check_record,
@@ -124,7 +125,8 @@ class Journal(state_pb2_grpc.JournalServicer):
         if write.HasField("record"):
             check_record(write.record)
             record = write.record.SerializeToString(deterministic=True)
-            opening = Opening(record, len(write.record.choices), check_name("owner", write.owner))
+            left_s = check_left("left_s", write.left_s) if write.HasField("left_s") else None
+            opening = Opening(record, len(write.record.choices), check_name("owner", write.owner), left_s)
         return Write(
             tenant=key_of(Kind.TENANT, write.tenant),
             key=_stream_key(write.tenant, write.stream_id),

@@ -7,6 +7,7 @@ look-up.
 
 import asyncio
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -345,6 +346,8 @@ class Mirror:
         if not entry.is_open:
             write.record.CopyFrom(to_message(record, entry.key))
             write.owner = self._owner
+            if record.deadline_at is not None:
+                write.left_s = max(0.0, record.deadline_at - time.time())
         ends, is_all = [], True
         if entry.seal != REMOVED and not entry.is_frozen:
             room = _WRITE_IDS

@@ -2,6 +2,7 @@
 router's. What another version of the router, or a defect, has written and this one cannot read counts as absent.
 """
 
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,11 +142,21 @@ def from_response(request_id: str, response: state_pb2.ReadResponse) -> Found | 
         tenant=request.tenant,
         session=request.session,
         parsing=request.parsing,
-        deadline_at=request.deadline_at,
+        deadline_at=_deadline_at(request.deadline_at, response),
         traceparent=parse_traceparent(request.traceparent),
     )
     stream = StoredStream(record, [_log(each) for each in response.logs], None if ending is None else _outcome(ending))
     return Found(stream, request.key, response.epoch)
+
+
+def _deadline_at(written: float | None, response: state_pb2.ReadResponse) -> float | None:
+    """When a client's own timeout ends, by this router's clock: the one that has written it may be ahead or behind. A
+    state server of an older version does not say how much is left.
+    """
+    now = time.time()
+    if written is None or not response.HasField("left_s") or (not response.left_s and written <= now):
+        return written
+    return now + response.left_s
 
 
 def was_removed(response: state_pb2.ReadResponse) -> bool:
