@@ -102,6 +102,23 @@ CASES = {
             '<tool_call>[{"name": "add"}, {"name": "weather"}]</tool_call> ',
             [call("add", "{}"), call("weather", "{}", 1)],
         ),
+        # One marker for several calls, or none behind the last one.
+        (
+            '<tool_call>{"name": "add"}\n{"name": "weather"}\n</tool_call> So.',
+            [call("add", "{}"), call("weather", "{}", 1), ("content", "So.")],
+        ),
+        (
+            '<tool_call>[{"name": "add"} {"name": "weather"}]</tool_call>',
+            [call("add", "{}"), call("weather", "{}", 1)],
+        ),
+        (
+            '<tool_call>{"name": "add"}\n{"name": "fly"}</tool_call>',
+            [call("add", "{}"), ("content", '{"name": "fly"}</tool_call>')],
+        ),
+        ('<tool_call>{"name": "add"}\nIt is fine. ', [call("add", "{}"), ("content", "It is fine. ")]),
+        ('<tool_call>{"name": "add"}\nFine </tool', [call("add", "{}"), ("content", "Fine ")]),
+        ('<tool_call>{"name": "add", "arguments": {} Fine.', [call("add", "{}"), ("content", "Fine.")]),
+        ('<tool_call>{"name": "add"} oh</tool_call> Fine.', [call("add", "{}"), ("content", "Fine.")]),
         ("just  text\n", [("content", "just  text\n")]),
     ],
     "llama3": [
@@ -296,6 +313,16 @@ def test_an_object_without_a_name_for_too_long_is_content(size):
     text = '<tool_call>{"x": "' + "y" * (2 * MAX_HELD_CHARS) + '", "name": "add"}</tool_call>'
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     assert parse(HERMES, pieces) == [("content", text)]
+
+
+@pytest.mark.parametrize("size", [1 << 10, 1 << 20])
+def test_text_after_a_call_waits_only_so_long_for_the_closing_marker(size):
+    for count in (MAX_HELD_CHARS, MAX_HELD_CHARS + 1):
+        rest = "y" * count + "</tool_call>"
+        text = '<tool_call>{"name": "add"}' + rest
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        is_content = count > MAX_HELD_CHARS
+        assert parse(HERMES, pieces) == [call("add", "{}"), *([("content", rest)] if is_content else [])]
 
 
 def test_deep_nesting_is_no_problem():

@@ -54,7 +54,7 @@ class JsonCalls:
 
     A call is given as soon as its name is known, so what comes before its name decides whether it is one: otherwise the
     text stays content, with its marker. After the name, arguments are given as they are written, and text that belongs
-    to no argument is left out up to the closing marker. Spaces around calls are left out.
+    to no argument is left out up to the closing marker: without one it is content. Spaces around calls are left out.
     """
 
     def __init__(self, syntax: JsonSyntax, calls: Calls) -> None:
@@ -93,6 +93,8 @@ class JsonCalls:
         """The parts of the text that still waits, at the end."""
         if not self.has_ended and self._is_undecided and not self._is_cut_off:
             waiting = self._prefix + self._held + self._buffer
+            if self._state == self._skip:  # the beginning of the closing marker is no content
+                waiting = waiting[: len(waiting) - held_back(waiting, self._ends_of_skipped)]
             self._parts += content(waiting.lstrip(SPACES) if self._is_after_call else waiting)
         self._buffer = self._held = self._prefix = ""
         return self._take_parts()
@@ -102,7 +104,7 @@ class JsonCalls:
         """Whether the text that waits is content if nothing follows."""
         if self._state == self._call:
             return self._object.name is None
-        return self._state in (self._begin, self._text, self._enter, self._name)
+        return self._state in (self._begin, self._text, self._enter, self._name, self._skip)
 
     @property
     def _is_cut_off(self) -> bool:
@@ -113,6 +115,8 @@ class JsonCalls:
             return False
         if self._state == self._text:
             return self._is_after_call
+        if self._state == self._skip:
+            return False
         # A name has no spaces: text with them, behind a marker, is meant for somebody.
         return self._state != self._name or not any(space in self._buffer.strip(SPACES) for space in SPACES)
 
@@ -218,26 +222,33 @@ class JsonCalls:
             self._prefix, self._held = char, ""
             self._buffer = self._buffer[1:]
             self._state = self._enter
-        elif syntax.is_bare and not self._is_in_list and char == "{":
-            self._start_holding(0)
+        elif char == "{" and (syntax.closing or (syntax.is_bare and not self._is_in_list)):
+            self._prefix = self._held = ""
+            self._state = self._enter
         else:
             self._state = self._skip if syntax.closing else self._text
         return True
 
     def _skip(self) -> bool:
-        """What follows a call up to its closing marker; the next call may begin without one."""
-        closing = self._syntax.closing
-        markers = (closing, *self._markers)
-        found = find_first(self._buffer, markers)
-        if found is None:
-            held = held_back(self._buffer, markers)
-            self._buffer = self._buffer[len(self._buffer) - held :]
+        """What follows a call up to its closing marker; the next call may begin without one. It waits, as it is content
+        if there is no marker, or none for too long.
+        """
+        found = find_first(self._buffer, self._ends_of_skipped)
+        length = len(self._buffer) - held_back(self._buffer, self._ends_of_skipped) if found is None else found[0]
+        if length > MAX_HELD_CHARS:
+            self._state = self._text
+        elif found is None:
             return False
-        at, marker = found
-        self._buffer = self._buffer[at + len(marker) if marker == closing else at :]
+        else:
+            at, marker = found
+            self._buffer = self._buffer[at + len(marker) if marker == self._syntax.closing else at :]
+            self._state = self._text
         self._is_in_list = False
-        self._state = self._text
         return True
+
+    @property
+    def _ends_of_skipped(self) -> tuple[str, ...]:
+        return (self._syntax.closing, *self._markers)
 
     # What states have in common.
 
