@@ -132,3 +132,25 @@ def events_of(response):
             data = fields["data"]
             events.append((fields.get("id"), data if data == "[DONE]" else json.loads(data)))
     return events
+
+
+def leaves_as_it_begins(router, monkeypatch, leave):
+    """Have a client leave so that its request is cancelled in the turn of the event loop in which its stream begins.
+
+    Args:
+        router: the router.
+        monkeypatch: undoes it.
+        leave: what the client does.
+    """
+    run = router.run
+
+    @contextlib.asynccontextmanager
+    async def run_late(*args, **options):
+        async with run(*args, **options) as generation:
+            await leave()
+            of_client = {task for task in asyncio.all_tasks() if task.cancelling()}
+            while not any(task.cancelling() for task in asyncio.all_tasks() - of_client):
+                await asyncio.sleep(0)  # a task that is cancelled now learns of it in the next turn
+            yield generation
+
+    monkeypatch.setattr(router, "run", run_late)

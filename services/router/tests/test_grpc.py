@@ -20,7 +20,7 @@ from lockstep_router.faces.grpc.caller import address_of
 from lockstep_router.faces.grpc.server import GrpcServer
 from lockstep_router.faces.grpc.wire import MAX_ENTRIES, MAX_RECORDS, check_structure
 from minutes import until_room_s
-from router_cluster import eventually
+from router_cluster import eventually, leaves_as_it_begins
 from scripted_worker import Script
 
 COMPLETIONS, DESCRIPTION = "/v1/completions", "/openapi.json"
@@ -148,6 +148,22 @@ async def test_client_that_leaves_for_good_ends_the_request(cluster, begun):
         call.cancel()
         await eventually(lambda: cluster.router.streams == 0)
     await eventually(lambda: sum(len(worker.cancels) for worker in cluster.workers) == 1)
+
+
+async def test_client_that_leaves_for_good_at_the_moment_when_the_stream_begins_ends_it(cluster, monkeypatch):
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=20)
+    left = asyncio.Event()
+
+    async def leave():
+        left.set()
+        call.cancel()
+
+    leaves_as_it_begins(cluster.router, monkeypatch, leave)
+    async with cluster.over_grpc() as channel:
+        call = stub_of(channel).Generate(request(max_tokens=200, resumable=False))
+        await left.wait()
+        await eventually(lambda: (cluster.router.streams, cluster.router.runs.detached) == (0, 0))
 
 
 async def test_deadline_is_that_of_the_request(cluster):

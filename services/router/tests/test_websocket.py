@@ -12,7 +12,7 @@ from key_files import KEY, OTHER_KEY, bearer, tenant, write
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode
 from lockstep_common.telemetry import REGISTRY, JsonFormatter, exposition_for
-from router_cluster import eventually
+from router_cluster import eventually, leaves_as_it_begins
 from scripted_worker import Script
 from takeover_cluster import Sharing, mirrored_to
 from test_connections import connection
@@ -321,6 +321,16 @@ async def test_cancelled_request_cannot_be_resumed(cluster):
         await socket.send(type="resume", id="b", stream=stream)
         assert (await socket.answer("b"))[-1]["error"]["code"] == "stream_not_found"
         assert cluster.router.streams == 0
+
+
+async def test_a_cancel_at_the_moment_when_the_stream_begins_ends_it(cluster, monkeypatch):
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=20)
+    async with opened(cluster) as socket:
+        leaves_as_it_begins(cluster.router, monkeypatch, lambda: socket.send(type="cancel", id="a"))
+        await socket.generate("a", max_tokens=200)
+        assert [each["type"] for each in await socket.answer("a")] == ["error"]
+        await eventually(lambda: (cluster.router.streams, cluster.router.runs.detached) == (0, 0))
 
 
 async def test_full_server_closes_an_idle_socket_and_keeps_a_busy_one(make_cluster):

@@ -95,6 +95,12 @@ class Run:
         """Number of times that one of its streams moved to another worker."""
         return self._failovers if self.generation is None else self.generation.failovers
 
+    @property
+    def has_left_nothing(self) -> bool:
+        """Whether it ends before it has run, so that no other router can have it."""
+        is_cancelled = self.end is not None and self.end.code is ErrorCode.CANCELLED
+        return is_cancelled and self.record is None and not self.is_taken
+
     def end_generation(self) -> None:
         """Drop the generation, which holds its prompts, and keep what readers may still ask for."""
         self._failovers, self.generation = self.failovers, None

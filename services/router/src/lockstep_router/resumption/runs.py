@@ -30,6 +30,8 @@ for _outcome in ("running", "finished", "not_found", "invalid", "refused"):
 for _outcome in ("continued", "finished", "not_found", "away", "refused"):
     metrics.TAKEOVERS.labels(_outcome)
 _EXPIRE_EVERY_S = 1.0
+OnStream = Callable[[str, bool], None]
+"""Gets a stream's id, and whether another request began it."""
 _CLAIM_TRIES = 8
 """Tries to get an idempotency key whose stream is just ending."""
 
@@ -110,7 +112,7 @@ class Runs:
         owner: str,
         key: IdempotencyKey | None = None,
         after: After | None = None,
-        on_stream: Callable[[str], None] = lambda _: None,
+        on_stream: OnStream = lambda *_: None,
     ) -> Reading:
         """Start a generation, or join the one that the key has; read it. The caller closes the reading.
 
@@ -121,7 +123,8 @@ class Runs:
             owner: names who may resume it.
             key: its idempotency key.
             after: the last event that the client has, if it sends the request with this key again.
-            on_stream: called with the stream's id as soon as there is a stream, long before there is something to read.
+            on_stream: called with the stream's id, and whether another request began it, as soon as there is a stream,
+                long before there is something to read.
 
         Raises:
             LockstepError: as from `Router.prepare` and `Router.run`; IDEMPOTENCY_KEY_REUSED; INVALID_REQUEST or
@@ -136,7 +139,7 @@ class Runs:
                     first = await self._claim(run, key, after)
                 if first is None:
                     arrival = self._attach(run, account, is_own=True)
-                    on_stream(run.request_id)
+                    on_stream(run.request_id, False)
                     run.task = asyncio.create_task(self._generating.drive(run, request, account, style))
             finally:
                 if run.task is None:
@@ -189,6 +192,9 @@ class Runs:
             if run.is_taken and run.record is None:  # the other router has it still
                 await self._store.discard(request_id, owner)
             return
+        if run is not None and run.owner == owner and run.has_left_nothing:
+            await run.ended.wait()
+            raise not_found()
         stored = await self._store.read(request_id)
         if stored is not None and stored.record.owner == owner:
             await self._store.remove(request_id)
@@ -359,7 +365,7 @@ class Runs:
         return known
 
     async def _join(
-        self, claim: Claim, owner: str, account: Account, after: After | None, on_stream: Callable[[str], None]
+        self, claim: Claim, owner: str, account: Account, after: After | None, on_stream: OnStream
     ) -> Reading | None:
         """Read the stream that has a key; None if it has just ended, and the key is free."""
         run = self._runs.get(claim.request_id)
@@ -368,7 +374,7 @@ class Runs:
             return None
         if run is None or run.owner == owner:
             # Another router may prepare it for seconds, and it may wait here after that.
-            on_stream(claim.request_id)
+            on_stream(claim.request_id, True)
         try:
             reading = await self._resume(claim.request_id, owner, account, after)
         except LockstepError as error:

@@ -115,8 +115,8 @@ class _Progress:
         """The client's; empty: it is not known."""
         self.is_unwanted = False
         """Whether the stream ends with the call."""
-        self.owner: str | None = None
-        """Names the owner, who may resume the stream, once there is one."""
+        self.stream_id: str | None = None
+        """The stream that it began or reads, once there is one."""
 
     @property
     def sender(self) -> str:
@@ -220,8 +220,8 @@ class Inference:
                 record.status = failure.meaning.http_status
             try:
                 # Not if another call began the stream: its client may want it.
-                if call.is_unwanted and call.owner is not None and record.status != 200 and not record.resumed:
-                    await _forget(self._router, record.request_id, call.owner)
+                if call.is_unwanted and call.stream_id is not None and record.status != 200 and not record.resumed:
+                    await _forget(self._router, call.stream_id, owner_of(self._origin(call)))
             finally:  # also if this is cancelled meanwhile
                 is_audited = self._router.keys is not None
                 report(Call("grpc", call.endpoint), record, time.perf_counter() - began, is_audited=is_audited)
@@ -236,17 +236,26 @@ class Inference:
         raw, record.body = await self._inbound.read(call.context, call.sender)
         wanted = await self._turns.run(len(raw), partial(self._wanted, raw, given_key, call))
         del raw
+
+        def on_stream(stream_id: str, is_resumed: bool) -> None:
+            # At once: the client may leave before this call reads it.
+            if not is_resumed:
+                call.stream_id = stream_id
+
         starting = self._router.runs.start(
-            wanted.request, record.account, wanted.style, owner=wanted.owner, key=wanted.key
+            wanted.request, record.account, wanted.style, owner=wanted.owner, key=wanted.key, on_stream=on_stream
         )
-        owner = wanted.owner
         del wanted
-        reading = await starting
+        try:
+            reading = await starting
+        except LockstepError:
+            call.stream_id = None  # it is over
+            raise
         record.release_body()
         record.resumed = reading.is_resumed
         if not reading.is_resumed:
             record.prompt_tokens = reading.record.prompt_tokens
-        await self._answer(reading, call, owner)
+        await self._answer(reading, call)
 
     def _wanted(self, raw: bytes, given_key: str | None, call: _Progress) -> _Wanted:
         settings = self._router.settings
@@ -278,7 +287,7 @@ class Inference:
         owner = owner_of(self._origin(call))
         after = After.parse(message.last_event_id, "last_event_id") if message.last_event_id else None
         reading = await self._router.runs.resume(_stream_id(message.request_id), owner, record.account, after)
-        await self._answer(reading, call, owner)
+        await self._answer(reading, call)
 
     async def _cancel(self, call: _Progress) -> None:
         await call.record.account.admit_reading()
@@ -384,10 +393,9 @@ class Inference:
             return caller
         return replace(caller, timeout_s=max(remaining_s, 0.001))
 
-    async def _answer(self, reading: Reading, call: _Progress, owner: str) -> None:
+    async def _answer(self, reading: Reading, call: _Progress) -> None:
         record = call.record
-        request_id = record.request_id = reading.record.request_id
-        call.owner = owner
+        request_id = record.request_id = call.stream_id = reading.record.request_id
         with closing(reading):
             try:
                 await self._begin(call, ((STREAM_METADATA, request_id),))

@@ -96,7 +96,7 @@ async def answer_resumable(
         # Journals keep tokens without their log probabilities, so the best answers could not be chosen again.
         raise invalid("best_of", "cannot be more than n in a request that is resumable or has an idempotency key")
 
-    def on_stream(request_id: str) -> None:
+    def on_stream(request_id: str, _: bool) -> None:
         # Not sooner: a head that leaves with the first comment has the stream's id, too.
         if style.stream:
             client.expect_events({STREAM_HEADER: request_id})

@@ -68,8 +68,8 @@ class _Request:
     record: Record
     call: Call
     task: asyncio.Task[None] | None = None
-    has_stream: bool = False
-    """Whether the record's id is that of its stream."""
+    stream_id: str | None = None
+    """The stream that it began or reads, once there is one."""
     is_unwanted: bool = False
     """Whether its stream ends with it."""
     is_ending: bool = False
@@ -235,10 +235,10 @@ class Session:
 
     async def _forget_unwanted(self, request: _Request) -> None:
         """End the stream of a request that its client does not want, and forget it. A second call does nothing."""
-        if request.is_unwanted and request.has_stream:
-            request.has_stream = False
+        if request.is_unwanted and request.stream_id is not None:
+            stream_id, request.stream_id = request.stream_id, None
             with suppress(LockstepError):
-                await self._router.runs.cancel(request.record.request_id, self._owner(request.record))
+                await self._router.runs.cancel(stream_id, self._owner(request.record))
 
     def _record(self, reservation: Reservation) -> Record:
         return Record(secrets.token_hex(12), self._router.limits.account(NOBODY), body=reservation)
@@ -263,11 +263,21 @@ class Session:
         generation_request, style, key = await self._turns.run(
             size_bytes, partial(self._generation_request, message, record)
         )
+
+        def on_stream(stream_id: str, is_resumed: bool) -> None:
+            # At once: it may be cancelled before this request reads it. Not if another request began it.
+            if not is_resumed:
+                request.stream_id = stream_id
+
         starting = self._router.runs.start(
-            generation_request, record.account, style, owner=self._owner(record), key=key
+            generation_request, record.account, style, owner=self._owner(record), key=key, on_stream=on_stream
         )
         del generation_request, message
-        reading = await starting
+        try:
+            reading = await starting
+        except LockstepError:
+            request.stream_id = None  # it is over
+            raise
         record.release_body()
         record.resumed = reading.is_resumed
         if reading.is_resumed:  # another request began the stream, and its client may want it
@@ -287,7 +297,7 @@ class Session:
 
     async def _answer(self, reading: Reading, request: _Request) -> None:
         record, client_id = request.record, to_json(request.client_id)
-        record.request_id, request.has_stream = reading.record.request_id, True
+        record.request_id = request.stream_id = reading.record.request_id
         with closing(reading):
             try:
                 await self._socket.send(messages.started(request.client_id, record.request_id))
