@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lockstep_common.errors import LockstepError
 from lockstep_router.faces.openai.fields import parse
+from lockstep_router.faces.openai.responses.schemas import ResponsesRequest
 from lockstep_router.faces.openai.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -22,6 +23,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 MANY = {f"x{n}": 1 for n in range(40)}
 SCHEMA = {"name": "a", "schema": {}}
+TOOL_OF_RESPONSES = {"type": "function", "name": "f", "parameters": {"a": {"b": ["LARGE"]}}}
 
 
 def without(body, field):
@@ -118,6 +120,36 @@ CHAT_CASES = [
     (CHAT | {"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
     (CHAT | {"stream": "yes"}, "stream"),
 ]
+
+FUNCTION = TOOL["function"] | {"parameters": {"minimum": "LARGE"}}
+LARGE_CASES = [
+    (ChatCompletionRequest, CHAT | {"temperature": "LARGE"}, "temperature"),
+    (ChatCompletionRequest, CHAT | {"tools": [TOOL | {"function": FUNCTION}]}, "tools[0].function.parameters"),
+    (ChatCompletionRequest, CHAT | {"chat_template_kwargs": {"a": "LARGE"}}, "chat_template_kwargs.a"),
+    (ChatCompletionRequest, CHAT | {"logit_bias": {"5": "LARGE"}}, "logit_bias.5"),
+    (
+        ChatCompletionRequest,
+        CHAT | {"response_format": {"type": "json_schema", "json_schema": SCHEMA | {"schema": {"enum": [1, "LARGE"]}}}},
+        "response_format.json_schema.schema",
+    ),
+    (CompletionRequest, PLAIN | {"structured_outputs": {"json": {"a": ["LARGE"]}}}, "structured_outputs.json"),
+    (ResponsesRequest, {"model": "m", "input": "a", "tools": [TOOL_OF_RESPONSES]}, "tools[0].parameters"),
+    (
+        ResponsesRequest,
+        {"model": "m", "input": "a", "text": {"format": {"type": "json_schema", "schema": {"const": "LARGE"}}}},
+        "text.format.schema",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "body", "field"), LARGE_CASES)
+@pytest.mark.parametrize("number", ["1e400", "-1e999", "9" * 400 + ".0"])
+def test_a_number_that_is_too_large_is_refused(kind, body, field, number):
+    text = json.dumps(body).replace('"LARGE"', number).encode()
+    with pytest.raises(LockstepError) as refused:
+        parse(kind, text)
+    assert (refused.value.code, refused.value.field) == ("invalid_request", field)
+
 
 PLAIN_CASES = [
     (without(PLAIN, "prompt"), "prompt"),

@@ -1,10 +1,32 @@
 """What all schemas of request bodies have in common."""
 
+import math
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
+from pydantic_core import PydanticCustomError
 
 ModelName = Annotated[str, Field(min_length=1, max_length=256, description="The model's name, as in `/v1/models`.")]
+
+
+def finite(value: Any) -> Any:
+    """The value. In it no number may be infinite, as the parser makes those that are too large: JSON has no such
+    numbers, so no text of them says what the client has sent.
+    """
+    waiting = [value]
+    while waiting:
+        match waiting.pop():
+            case dict() as fields:
+                waiting += fields.values()
+            case list() as entries:
+                waiting += entries
+            case float() as number if not math.isfinite(number):
+                raise PydanticCustomError("infinite", "Input has a number that is too large")
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(finite)]
+"""An object of any fields."""
 
 
 class Strict(BaseModel):

@@ -3,9 +3,17 @@
 from typing import Annotated, Any, Literal
 
 from lockstep_common.protocol import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
-from pydantic import Field, Tag
+from pydantic import AfterValidator, Field, Tag
 
-from lockstep_router.faces.openai.schema_base import GenerationFields, ModelName, Strict, choice_of, text_form
+from lockstep_router.faces.openai.schema_base import (
+    GenerationFields,
+    JsonObject,
+    ModelName,
+    Strict,
+    choice_of,
+    finite,
+    text_form,
+)
 from lockstep_router.faces.openai.tool_schemas import (
     MAX_CALL_ID_CHARS,
     MAX_CALLS,
@@ -97,7 +105,7 @@ class JsonSchemaFormat(Strict):
     """A JSON schema that the answer conforms to."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="A name of the client's own; changes nothing.")
-    schema_: dict[str, Any] = Field(alias="schema", description="The JSON schema.")
+    schema_: JsonObject = Field(alias="schema", description="The JSON schema.")
     description: str | None = Field(None, max_length=4096, description="Changes nothing.")
     strict: bool | None = Field(None, description="Answers conform to the schema in any case.")
 
@@ -114,7 +122,9 @@ class ResponseFormat(Strict):
 class StructuredOutputs(Strict):
     """What the answer conforms to; vLLM's field of this name. Exactly one of the fields is set."""
 
-    json_: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
+    json_: Annotated[str | dict[str, Any] | None, AfterValidator(finite)] = Field(
+        None, alias="json", description="A JSON schema."
+    )
     regex: str | None = Field(None, min_length=1, description="In the syntax of Rust's regex library.")
     choice: list[ChoiceString] | None = Field(
         None, min_length=1, max_length=MAX_CHOICES, fail_fast=True, description="One of these texts."

@@ -1,10 +1,10 @@
 """The parts of request bodies for tools, tool calls and values for the chat template."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, Tag
 
-from lockstep_router.faces.openai.schema_base import Strict, choice_of, object_form, scalar_form
+from lockstep_router.faces.openai.schema_base import JsonObject, Strict, choice_of, object_form, scalar_form
 
 MAX_TOOLS = 128
 MAX_CALLS = 128
@@ -29,7 +29,7 @@ class FunctionDefinition(Strict):
 
     name: FunctionName = Field(description="Its name.")
     description: str | None = Field(None, max_length=MAX_DESCRIPTION_CHARS, description="What it does, for the model.")
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of its arguments.")
+    parameters: JsonObject | None = Field(None, description="A JSON schema of its arguments.")
     strict: bool | None = Field(
         None, description="Changes nothing: arguments of a required call conform to the schema in any case."
     )

@@ -4,7 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from lockstep_router.faces.openai.schema_base import GenerationFields, Strict, choice_of, object_form, text_form
+from lockstep_router.faces.openai.schema_base import (
+    GenerationFields,
+    JsonObject,
+    Strict,
+    choice_of,
+    object_form,
+    text_form,
+)
 from lockstep_router.faces.openai.schemas import MAX_MESSAGES, ReasoningEffort
 from lockstep_router.faces.openai.tool_schemas import (
     MAX_CALL_ID_CHARS,
@@ -114,7 +121,7 @@ class ResponseTool(Strict):
     type: Literal["function"]
     name: FunctionName = Field(description="Its name.")
     description: str | None = Field(None, max_length=MAX_DESCRIPTION_CHARS, description="What it does, for the model.")
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of its arguments.")
+    parameters: JsonObject | None = Field(None, description="A JSON schema of its arguments.")
     strict: bool | None = Field(
         None, description="Changes nothing: arguments of a required call conform to the schema in any case."
     )
@@ -136,9 +143,7 @@ class TextFormat(Strict):
     name: str | None = Field(
         None, pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="A name of the client's own; changes nothing."
     )
-    schema_: dict[str, Any] | None = Field(
-        None, alias="schema", description="The JSON schema, of the type `json_schema`."
-    )
+    schema_: JsonObject | None = Field(None, alias="schema", description="The JSON schema, of the type `json_schema`.")
     description: str | None = Field(None, max_length=4096, description=_CHANGES_NOTHING)
     strict: bool | None = Field(None, description="Answers conform to the schema in any case.")
 
