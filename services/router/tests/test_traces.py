@@ -97,6 +97,34 @@ async def test_a_stop_string_finishes_a_stream(make_cluster, stream):
     assert [now - then for now, then in zip(after, before, strict=True)] == [1, 0]
 
 
+@pytest.mark.parametrize("form", ["whole", "streamed", "resumable", "two"])
+@pytest.mark.parametrize("place", ["stream", "tokens"])
+async def test_a_defect_is_an_error_and_no_cancellation(make_cluster, monkeypatch, form, place):
+    cluster = await make_cluster()
+    spans, before = trace(cluster, ratio=0.0), [streams_ended(outcome) for outcome in ("internal", "cancelled")]
+
+    def fail(*_):
+        raise RuntimeError("secret detail")
+
+    if place == "stream":
+        monkeypatch.setattr(cluster.router.workers, "note_sent", fail)
+    else:
+        cluster.fail_after(0)
+    fields = {"streamed": {"stream": True}, "resumable": {"resumable": True, "stream": True}, "two": {"n": 2}}
+    response = await cluster.complete(**fields.get(form, {}))
+    assert "internal" in response.text
+    await eventually(lambda: named(spans, "request"))
+    assert "internal" in {span.error for span in named(spans, "route") + named(spans, "attempt")}
+    assert all_attributes(named(spans, "request")[0])["lockstep.trace.kept_because"] == "error"
+    after = [streams_ended(outcome) for outcome in ("internal", "cancelled")]
+    gained = [now - then for now, then in zip(after, before, strict=True)]
+    assert gained[0] >= 1
+    assert sum(gained) == (2 if form == "two" else 1)
+    ended = {stream.outcome for stream in cluster.router.workers.history.streams}
+    assert "internal" in ended
+    assert "secret" not in repr([(all_attributes(span), span.events) for span in spans])
+
+
 async def test_a_request_that_moves_is_one_trace_with_linked_attempts(make_cluster):
     cluster = await make_cluster()
     spans = trace(cluster, ratio=0.0)
@@ -140,7 +168,7 @@ async def test_only_what_is_slow_or_fails_is_kept_at_a_ratio_of_zero(make_cluste
     assert (await cluster.complete(model="nobody's")).status_code == 404
     assert spans == []
     assert cluster.router.tracing.waiting == 0
-    cluster.fail_after(1)
+    cluster.fail_after(0)
     assert (await cluster.complete()).status_code == 500
     (request,) = named(spans, "request")
     assert (request.error, all_attributes(request)["lockstep.trace.kept_because"]) == ("500", "error")
@@ -247,7 +275,7 @@ async def test_a_resumed_client_joins_the_trace_of_its_stream(make_cluster, head
     stream_id = begun.headers["x-lockstep-stream-id"]
     await cluster.client.get(f"/v1/streams/{stream_id}", headers=headers)
     first, second = named(spans, "request")
-    assert first.all_attributes["lockstep.stream"] == second.all_attributes["lockstep.stream"] == stream_id
+    assert [all_attributes(each)["lockstep.stream"] for each in (first, second)] == [stream_id, stream_id]
     assert first.links == ()
     assert (second.context.trace_id, second.parent_id) == (first.context.trace_id, first.span_id)
     assert second.has_remote_parent, "the context is that of the journal"

@@ -316,6 +316,7 @@ class Generation:
             if delta is not None:
                 sink.take(delta)
         except Exception as error:
+            self._streams[index].failure = error
             self._note_failure(error)
             if self.runs_alone:
                 self._stop(index)
@@ -356,9 +357,13 @@ class Generation:
         self._arrival.set()
 
     def _advance(self, index: int) -> list[Delta]:
-        choice = self._choices[index]
-        updates = self._streams[index].take()
-        deltas = [delta for update in updates if (delta := choice.feed(update)) is not None]
+        choice, stream = self._choices[index], self._streams[index]
+        updates = stream.take()
+        try:
+            deltas = [delta for update in updates if (delta := choice.feed(update)) is not None]
+        except Exception as error:
+            stream.failure = error
+            raise
         if self._observe is not None:
             self._observe(choice, updates, deltas)
         if choice.is_finished:

@@ -65,6 +65,13 @@ _PREEMPTED = "it waited for its next turn on worker"
 """What a stream does on a worker, for errors; its worker's id follows."""
 
 
+def _as_told(failure: Exception | None) -> LockstepError | None:
+    """What a stream reports of its failure: a defect is an error of the router, and says no more."""
+    if failure is None or isinstance(failure, LockstepError):
+        return failure
+    return LockstepError(ErrorCode.INTERNAL, "something went wrong in the router")
+
+
 def _let_wait(_: worker_pb2.StreamTokens) -> bool:
     return False
 
@@ -98,6 +105,8 @@ class Stream:
     failovers = 0
     is_complete = False
     """Whether all that is wanted of it has arrived, such as a stop string: a cancellation of `run` is its good end."""
+    failure: Exception | None = None
+    """Why its tokens cannot be used, in which case a cancellation of `run` is a failure and not its client's."""
     unread_tokens = 0
     """Tokens that have arrived since the last `take`."""
     _caught_up: asyncio.Event | None = None
@@ -177,23 +186,24 @@ class Stream:
         """
         self._workers.retries.deposit()
         self._trace.begin()
-        outcome = "cancelled"
+        outcome, failure = "finished", None
         try:
             await self._run_in_time()
-            outcome = "finished"
         except asyncio.CancelledError:
             if self.is_complete:
-                outcome = "finished"
                 self._trace.leave(self._finish)
+            else:
+                outcome, failure = "cancelled", self.failure
             raise
-        except LockstepError as error:
-            outcome = error.code
+        except Exception as error:
+            failure = error
             raise
         finally:
-            metrics.STREAMS_ENDED.labels(outcome).inc()
+            failure = _as_told(failure)
+            metrics.STREAMS_ENDED.labels(outcome if failure is None else failure.code).inc()
             self._suspects.forget(self.journal.stream_id)
             self._leave_line()
-            self._trace.end(sys.exception())
+            self._trace.end(failure or sys.exception())
             # Both refer to this object in turn: only the garbage collector would free it.
             self._attempt, self._on_update = None, _let_wait
 
