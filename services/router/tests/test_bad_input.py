@@ -15,12 +15,14 @@ from lockstep_router.faces.openai.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from lockstep_router.faces.openai.tool_turns import turns_of
 
 CHAT = {"model": "reference", "messages": [{"role": "user", "content": "hi"}]}
 PLAIN = {"model": "reference", "prompt": "hi"}
 HUGE = 10**400
 TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+REFUSED = {"type": "refusal", "refusal": "no"}
 MANY = {f"x{n}": 1 for n in range(40)}
 SCHEMA = {"name": "a", "schema": {}}
 TOOL_OF_RESPONSES = {"type": "function", "name": "f", "parameters": {"a": {"b": ["LARGE"]}}}
@@ -58,6 +60,10 @@ CHAT_CASES = [
     (CHAT | {"messages": [{"role": "user", "content": "", "reasoning_content": "x"}]}, "messages[0].reasoning_content"),
     (CHAT | {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
     (CHAT | {"messages": [{"role": "tool", "content": "x", "tool_call_id": "c1"}]}, "messages[0].tool_call_id"),
+    (CHAT | {"messages": [{"role": "user", "content": "x", "refusal": "no"}]}, "messages[0].refusal"),
+    (CHAT | {"messages": [{"role": "assistant", "content": "x", "refusal": 3}]}, "messages[0].refusal"),
+    (CHAT | {"messages": [{"role": "assistant", "content": [REFUSED | {"text": 1}]}]}, "messages[0].content[0].type"),
+    (CHAT | user([REFUSED]), "messages[0].content[0].type"),
     (CHAT | user(None), "messages[0].content"),
     (CHAT | user(5), "messages[0].content"),
     (CHAT | user([]), "messages[0].content"),
@@ -96,7 +102,7 @@ CHAT_CASES = [
     (CHAT | {"response_format": {"type": "xml"}}, "response_format.type"),
     (CHAT | {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     (
-        CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": []}}},
         "response_format.json_schema.schema",
     ),
     (CHAT | {"response_format": {"type": "json_object", "json_schema": SCHEMA}}, "response_format.json_schema"),
@@ -365,6 +371,25 @@ async def test_harmless_fields_are_ignored(cluster):
     assert (await cluster.complete(suffix=None, best_of=1)).status_code == 200
     sent_back = {"role": "assistant", "content": "yes", "provider_specific_fields": {"refusal": None}}
     assert (await cluster.chat(messages=[sent_back])).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": None, "refusal": "no"}, "no"),
+        ({"refusal": "no"}, "no"),
+        ({"content": "", "refusal": "no"}, "no"),
+        ({"content": "well", "refusal": "no"}, "well\nno"),
+        ({"content": [{"type": "text", "text": "well"}], "refusal": "no"}, "well\nno"),
+        ({"content": [{"type": "text", "text": "well"}, REFUSED]}, "well\nno"),
+        ({"content": "well", "refusal": ""}, "well"),
+        ({"content": "well", "annotations": [{"type": "url_citation", "url_citation": {"url": "x"}}]}, "well"),
+    ],
+)
+def test_an_answer_that_refuses_or_cites_may_be_sent_back(message, text):
+    body = parse(ChatCompletionRequest, json.dumps(CHAT | {"messages": [{"role": "assistant"} | message]}).encode())
+    (turn,) = turns_of(body.messages)
+    assert (turn.role, turn.content) == ("assistant", text)
 
 
 async def test_every_request_has_an_id(cluster):

@@ -252,6 +252,7 @@ async def test_a_failure_later_is_an_event(client, cluster):
     assert failed.response.output[-1].status == "incomplete"
 
 
+REFUSED = {"type": "refusal", "refusal": "I would rather not."}
 CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"}
 
 
@@ -262,7 +263,8 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments"
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}, "include"),
+        ({"include": "reasoning.encrypted_content"}, "include"),
         ({"truncation": "auto"}, "truncation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -290,6 +292,9 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments"
         ({"input": [CALL | {"arguments": {}}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "call_id": "c1", "output": "x"}]}, "input[0].call_id"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content"),
+        ({"input": [{"type": "reasoning", "summary": [{"type": "text"}]}]}, "input[0].summary[0].type"),
+        ({"input": [{"role": "user", "content": [REFUSED]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "assistant", "content": [REFUSED | {"refusal": 3}]}]}, "input[0].content[0].text"),
         ({"stream_options": {}}, "stream_options"),
         ({"messages": []}, "messages"),
         ({"metadata": {f"k{n}": "v" for n in range(17)}}, "metadata"),
@@ -304,6 +309,32 @@ async def test_a_wrong_field_is_named(cluster, fields, param):
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert (error["code"], error["param"]) in (("invalid_request", param), ("context_length_exceeded", param)), error
+
+
+@pytest.mark.parametrize("fields", [{}, {"store": False}])
+async def test_encrypted_reasoning_may_be_asked_for_and_there_is_none(cluster, fields):
+    says(cluster, "Hm.</think>Yes.")
+    body = ASK | fields | {"include": ["reasoning.encrypted_content"]}
+    response = await cluster.client.post("/v1/responses", json=body)
+    assert response.status_code == 200, response.text
+    assert "encrypted_content" not in response.text
+
+
+async def test_a_summary_changes_nothing_and_a_refusal_is_text(cluster):
+    says(cluster, "</think>Yes.")
+    prompts = []
+    for summary, content in (
+        ([], "Well.\nI would rather not."),
+        ([{"type": "summary_text", "text": "It thought."}], [{"type": "output_text", "text": "Well."}, REFUSED]),
+    ):
+        thought = {"type": "reasoning", "summary": summary, "content": [{"type": "reasoning_text", "text": "Hm."}]}
+        said = {"type": "message", "role": "assistant", "content": content}
+        user = {"role": "user", "content": "Do it."}
+        response = await cluster.client.post("/v1/responses", json=ASK | {"input": [user, thought, said, user]})
+        assert response.status_code == 200, response.text
+        prompts.append(prompt_of(cluster))
+    assert prompts[0] == prompts[1]
+    assert "Well.\nI would rather not." in prompts[0]
 
 
 async def test_fields_that_ask_for_nothing_are_accepted(cluster):

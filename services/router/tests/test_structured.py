@@ -46,6 +46,7 @@ def submits(cluster):
     ("fields", "kind", "text", "field"),
     [
         ({"response_format": {"type": "json_object"}}, OBJECT, "", "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, SCHEMA, "{}", "response_format"),
         ({"response_format": FORMAT}, SCHEMA, json.dumps(DESCRIBED, ensure_ascii=False), "response_format"),
         ({"structured_outputs": {"json": DESCRIBED}}, SCHEMA, None, "structured_outputs.json"),
         ({"structured_outputs": {"json": '{"a": 1}'}}, SCHEMA, '{"a": 1}', "structured_outputs.json"),
@@ -151,5 +152,6 @@ async def test_a_stream_continues_where_the_same_engine_computes_its_grammar(mak
 async def test_the_fields_are_described(able):
     schemas = (await able.client.get("/openapi.json")).json()["components"]["schemas"]
     assert set(schemas["StructuredOutputs"]["properties"]) == {"json", "regex", "choice", "grammar", "json_object"}
-    assert "schema" in schemas["JsonSchemaFormat"]["required"]
+    assert schemas["JsonSchemaFormat"]["required"] == ["name"]
+    assert "schema" in schemas["JsonSchemaFormat"]["properties"]
     assert "response_format" in schemas["ChatCompletionRequest"]["properties"]

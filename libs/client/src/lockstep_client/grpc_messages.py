@@ -264,7 +264,7 @@ def _set_format(message: pb.ResponseFormat, given: Body) -> None:
         return
     schema = given["json_schema"]
     message.json_schema.name = schema["name"]
-    message.json_schema.schema = _json(schema["schema"])
+    message.json_schema.schema = _json(schema.get("schema") or {})
     for name in ("description", "strict"):
         if schema.get(name) is not None:
             setattr(message.json_schema, name, schema[name])

@@ -195,7 +195,7 @@ def _response_format(given: inference_pb2.ResponseFormat) -> Body:
     form = given.WhichOneof("form")
     if form != "json_schema":
         return {} if form is None else {"type": form}
-    schema = _json_object(given.json_schema.schema, "response_format.json_schema.schema")
+    schema = _json_object(given.json_schema.schema or "{}", "response_format.json_schema.schema")
     fields: Body = {"name": given.json_schema.name, "schema": schema}
     for name in ("description", "strict"):
         if given.json_schema.HasField(name):

@@ -61,6 +61,11 @@ def _is_text(value: Any) -> bool:
     return value is None or value == ["text"]
 
 
+def _includes_nothing(value: Any) -> bool:
+    # Asked for with `store: false` by clients that would send it back: reasoning is not encrypted here.
+    return value is None or (isinstance(value, list) and all(each == "reasoning.encrypted_content" for each in value))
+
+
 def _is_untruncated(value: Any) -> bool:
     return value in (None, "disabled")
 
@@ -81,7 +86,7 @@ UNSUPPORTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "background": (_is_off, _NOT_SUPPORTED),
     "context_management": (_is_absent, _NOT_SUPPORTED),
     "conversation": (_is_absent, _NOT_KEPT),
-    "include": (_is_absent, _NOT_SUPPORTED),
+    "include": (_includes_nothing, "may only be reasoning.encrypted_content, of which there is none"),
     "max_tool_calls": (_is_absent, _NOT_SUPPORTED),
     "previous_response_id": (_is_absent, _NOT_KEPT),
     "prompt": (_is_absent, _NOT_SUPPORTED),
@@ -92,11 +97,16 @@ UNSUPPORTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 values the error is the field's name and the sentence here.
 """
 
-UNSUPPORTED_IN_MESSAGE = ("function_call", "audio", "refusal", "annotations")
+UNSUPPORTED_IN_MESSAGE = ("function_call", "audio")
 """Fields of answers that clients send back in messages: accepted if they are empty."""
 
-_IGNORED_IN_MESSAGE = ("provider_specific_fields", "parsed")
-"""What LiteLLM and the official client's `parse` add to answers, and send back."""
+_IGNORED_IN_MESSAGE = ("provider_specific_fields", "parsed", "annotations")
+"""What LiteLLM and the official client's `parse` add to answers, and send back, and where an answer's text quotes pages
+of the web, which changes nothing of the text.
+"""
+
+_REFUSAL = "refusal"
+"""A field, and a type of parts, of an assistant's messages: what the model said in place of an answer."""
 
 _IGNORED_IN_FUNCTION = "parsed_arguments"
 """What `parse` adds to the functions of calls, and to the items of the Responses API that are calls."""
@@ -205,6 +215,7 @@ def _plain_message(index: int, message: Any) -> Any:
     if isinstance(content := message.get("content"), list):
         for part_index, part in enumerate(content):
             _check_object(f"messages[{index}].content[{part_index}]", part)
+    message = _with_refusal_as_text(f"messages[{index}]", message)
     if isinstance(calls := message.get("tool_calls"), list):
         message = message | {"tool_calls": _plain_calls(f"messages[{index}].tool_calls", calls)}
     for key in UNSUPPORTED_IN_MESSAGE:
@@ -213,6 +224,34 @@ def _plain_message(index: int, message: Any) -> Any:
             raise invalid(field, _NOT_SUPPORTED)
     left_out = (*UNSUPPORTED_IN_MESSAGE, *_IGNORED_IN_MESSAGE)
     return {key: value for key, value in message.items() if key not in left_out}
+
+
+def _with_refusal_as_text(name: str, message: dict[str, Any]) -> dict[str, Any]:
+    """A chat message whose refusal is a line of its text, as the model has written it."""
+    plain = {key: value for key, value in message.items() if key != _REFUSAL}
+    refusal, content = message.get(_REFUSAL), message.get("content")
+    if message.get("role") != "assistant":
+        if not _is_absent(refusal):
+            raise invalid(f"{name}.{_REFUSAL}", "is only allowed in messages of the assistant")
+        return plain
+    if isinstance(content, list):
+        plain["content"] = content = [_plain_part(part, "text") for part in content]
+    if _is_absent(refusal) or refusal == "":
+        return plain
+    if not isinstance(refusal, str):
+        raise invalid(f"{name}.{_REFUSAL}", "must be a string")
+    if isinstance(content, list):
+        plain["content"] = [*content, {"type": "text", "text": refusal}]
+    elif content is None or isinstance(content, str):
+        plain["content"] = f"{content}\n{refusal}" if content else refusal
+    return plain
+
+
+def _plain_part(part: Any, text_type: str) -> Any:
+    """A part of an assistant's message; a refusal becomes a text."""
+    if isinstance(part, dict) and part.get("type") == _REFUSAL and part.keys() == {"type", _REFUSAL}:
+        return {"type": text_type, "text": part[_REFUSAL]}
+    return part
 
 
 def _plain_calls(name: str, calls: list[Any]) -> list[Any]:
@@ -238,7 +277,10 @@ def _plain_item(index: int, item: Any) -> Any:
         if isinstance(parts := item.get(key), list):
             for part_index, part in enumerate(parts):
                 _check_object(f"input[{index}].{key}[{part_index}]", part)
-            item = item | {key: [_without_empty(part, _IGNORED_IN_PART) for part in parts]}
+            parts = [_without_empty(part, _IGNORED_IN_PART) for part in parts]
+            if item.get("role") == "assistant":
+                parts = [_plain_part(part, "output_text") for part in parts]
+            item = item | {key: parts}
     return _without_empty(item, _IGNORED_IN_FUNCTION)
 
 

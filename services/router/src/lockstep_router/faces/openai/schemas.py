@@ -75,7 +75,8 @@ class Message(Strict):
         | None
     ) = Field(
         None,
-        description="The text; parts are lines of one text. May be missing in an assistant's message with tool calls.",
+        description="The text; parts are lines of one text. May be missing in an assistant's message with tool calls "
+        "or a `refusal`, which is a line of its text, as parts of the type `refusal` are.",
     )
     name: str | None = Field(None, max_length=256, description="A name for the template.")
     tool_calls: list[Call] | None = Field(
@@ -105,7 +106,7 @@ class JsonSchemaFormat(Strict):
     """A JSON schema that the answer conforms to."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="A name of the client's own; changes nothing.")
-    schema_: JsonObject = Field(alias="schema", description="The JSON schema.")
+    schema_: JsonObject | None = Field(None, alias="schema", description="The JSON schema. Default: any JSON.")
     description: str | None = Field(None, max_length=4096, description="Changes nothing.")
     strict: bool | None = Field(None, description="Answers conform to the schema in any case.")
 

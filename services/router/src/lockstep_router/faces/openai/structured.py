@@ -32,7 +32,7 @@ def _of_format(given: ResponseFormat) -> inference_pb2.Grammar | None:
         problem = "is missing" if given.json_schema is None else 'needs the type "json_schema"'
         raise invalid("response_format.json_schema", problem)
     if given.json_schema is not None:
-        return _schema(given.json_schema.schema_, "response_format")
+        return _schema(given.json_schema.schema_ or {}, "response_format")
     if given.type == "json_object":
         return inference_pb2.Grammar(kind=inference_pb2.GRAMMAR_KIND_JSON_OBJECT, field="response_format")
     return None

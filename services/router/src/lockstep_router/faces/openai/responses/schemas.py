@@ -52,7 +52,9 @@ class MessageItem(Strict):
     role: Literal["system", "developer", "user", "assistant"] = Field(
         description="Who says it. `developer` reaches the chat template as `system`."
     )
-    content: Text = Field(description="The text; parts are lines of one text.")
+    content: Text = Field(
+        description="The text; parts are lines of one text, those of the type `refusal` of an assistant too."
+    )
     phase: Literal["commentary", "final_answer"] | None = Field(None, description=_CHANGES_NOTHING)
     id: ItemId | None = Field(None, description=_CHANGES_NOTHING)
     status: Status | None = Field(None, description=_CHANGES_NOTHING)
@@ -86,12 +88,24 @@ class ReasoningText(Strict):
     text: str = Field(description="The text.")
 
 
+class SummaryText(Strict):
+    """A part of a summary."""
+
+    type: Literal["summary_text"]
+    text: str = Field(description="The text.")
+
+
 class ReasoningItem(Strict):
     """Reasoning that an earlier answer had."""
 
     type: Literal["reasoning"]
     id: ItemId | None = Field(None, description=_CHANGES_NOTHING)
-    summary: list[Any] = Field(default_factory=list, max_length=0, description="Empty: there are no summaries.")
+    summary: list[SummaryText] = Field(
+        default_factory=list,
+        max_length=MAX_MESSAGES,
+        fail_fast=True,
+        description="Changes nothing: what the model gets is the reasoning itself. Answers have none.",
+    )
     content: list[ReasoningText] | None = Field(
         None, max_length=MAX_MESSAGES, fail_fast=True, description="The reasoning's text."
     )
