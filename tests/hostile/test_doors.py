@@ -9,9 +9,11 @@ import base64
 import contextlib
 import json
 import random
+import re
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
 
 import grpc
 import httpx
@@ -25,19 +27,35 @@ _TIMEOUT_S = 20.0
 _QUIET_S = 5.0
 """The longest silence of a well-behaved stream; each gives a token every twentieth of a second."""
 _BODY = {"model": "reference", "prompt": "hello world", "max_tokens": 4, "seed": 7}
-_MESSAGES = [
-    {"type": "generate", "id": "a", "endpoint": "completions", "body": _BODY},
-    {
-        "type": "generate",
-        "id": "b",
-        "endpoint": "chat.completions",
-        "body": {"model": "reference", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "n": 2},
-    },
-    {"type": "resume", "id": "c", "stream": "r-1", "last_event_id": "r-1:3,f"},
-    {"type": "cancel", "id": "a"},
-    {"type": "ping"},
+_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+_CHAT = {"model": "reference", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+_FUNCTION = {"name": "weather", "description": "Tells the weather.", "parameters": _SCHEMA}
+_CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'}
+_ITEMS = [
+    {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+    _CALL,
+    {"type": "function_call_output", "call_id": "c1", "output": "Rain."},
 ]
+_RESPONSE = {"model": "reference", "input": _ITEMS, "max_output_tokens": 4}
+_BODIES = [
+    ("completions", _BODY),
+    ("completions", _BODY | {"resumable": False, "structured_outputs": {"choice": ["a", "b"]}}),
+    ("chat.completions", _CHAT | {"n": 2}),
+    ("chat.completions", _CHAT | {"tools": [{"type": "function", "function": _FUNCTION}], "tool_choice": "required"}),
+    (
+        "chat.completions",
+        _CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA}}},
+    ),
+    ("responses", _RESPONSE),
+    ("responses", _RESPONSE | {"instructions": "Be brief.", "metadata": {"a": "b"}, "reasoning": {"effort": "low"}}),
+    ("responses", _RESPONSE | {"tools": [{"type": "function"} | _FUNCTION], "tool_choice": "auto"}),
+    ("responses", _RESPONSE | {"text": {"format": {"type": "json_schema", "name": "a", "schema": _SCHEMA}}}),
+]
+_KEYS = [f"key-{number}" for number in range(8)]
 _ODD = [None, True, -1, 0, 1e308, 2**70, "", "a", "\x00", "\ud800", "x" * 300, [], [[]], {}, {"a": []}]
+_EVENT_ID = re.compile(rb'"event_id":"([^"]{1,200})"')
 _NOT_SENT = "Internal error from Core"
 """What the client's own library says if the call has ended while it sends."""
 _INTERNAL = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
@@ -124,27 +142,54 @@ def frame(opcode: int, payload: bytes, *, fin: bool = True, reserved: int = 0) -
     return bytes([fin << 7 | reserved << 4 | opcode]) + length + bytes(4) + payload
 
 
-def odd_message(draw: random.Random) -> bytes:
-    message = json.loads(json.dumps(draw.choice(_MESSAGES)))
-    inside = message
-    while draw.random() < 0.5 and (deeper := [each for each in inside.values() if isinstance(each, dict)]):
+def message_of(draw: random.Random, event_ids: Sequence[str]) -> dict[str, Any]:
+    """A valid message; `event_ids` are those of streams that there are or were."""
+    match draw.randrange(6):
+        case 0:
+            event_id = draw.choice([*event_ids, "r-1:3,f"])
+            message = {"type": "resume", "id": "c", "stream": event_id.partition(":")[0]}
+            return message | ({"last_event_id": event_id} if draw.random() < 0.7 else {})
+        case 1:
+            named = {"id": draw.choice("abc")} if draw.random() < 0.5 else {"idempotency_key": draw.choice(_KEYS)}
+            return {"type": "cancel"} | named
+        case 2:
+            return {"type": "ping"}
+    endpoint, body = draw.choice(_BODIES)
+    message = {"type": "generate", "id": draw.choice("ab"), "endpoint": endpoint, "body": body}
+    options = {"idempotency_key": draw.choice(_KEYS), "session": "s", "timeout_s": draw.choice([1e-6, 0.05, 10])}
+    return message | {name: value for name, value in options.items() if draw.random() < 0.3}
+
+
+def odd_message(draw: random.Random, event_ids: Sequence[str]) -> bytes:
+    message = json.loads(json.dumps(message_of(draw, event_ids)))
+    inside: Any = message
+    while draw.random() < 0.6 and (deeper := [each for each in fields_of(inside) if isinstance(each, dict | list)]):
         inside = draw.choice(deeper)
     if draw.random() < 0.7:
-        inside[draw.choice([*inside, "colour"]) if inside else "a"] = draw.choice(_ODD)
+        if isinstance(inside, list):
+            inside.insert(draw.randrange(len(inside) + 1), draw.choice(_ODD))
+        else:
+            inside[draw.choice([*inside, "colour"])] = draw.choice(_ODD)
     text = json.dumps(message).encode()
+    if draw.random() < 0.1:
+        text = text.replace(b"1e+308", b"1e999")
     return bent(draw, text) if draw.random() < 0.3 else text
 
 
-def frames(draw: random.Random) -> bytes:
+def fields_of(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value
+
+
+def frames(draw: random.Random, event_ids: Sequence[str]) -> bytes:
     made = b""
     for _ in range(draw.randrange(1, 6)):
         match draw.randrange(6):
             case 0 | 1 | 2:
-                made += frame(1, odd_message(draw))
+                made += frame(1, odd_message(draw, event_ids))
             case 3:
                 made += frame(draw.randrange(16), noise(draw), fin=draw.random() < 0.7, reserved=draw.randrange(8))
             case 4:
-                text = odd_message(draw)
+                text = odd_message(draw, event_ids)
                 cut = draw.randrange(len(text) + 1)
                 made += frame(1, text[:cut], fin=False) + frame(9, b"") + frame(0, text[cut:])
             case _:
@@ -154,12 +199,13 @@ def frames(draw: random.Random) -> bytes:
 
 async def test_bytes_of_a_websocket(target, seeded, pytestconfig, summarize) -> None:
     outcomes: Counter[str] = Counter()
+    event_ids: deque[str] = deque(maxlen=64)
 
     async def case() -> None:
         opening = handshake(seeded)
         if seeded.random() < 0.1:
             opening = bent(seeded, opening)
-        data, wants_answer = frames(seeded), seeded.random() < 0.5
+        data, wants_answer = frames(seeded, event_ids), seeded.random() < 0.5
         reader, writer = await asyncio.open_connection(*target.address)
         received = b""
         with contextlib.suppress(ConnectionError):
@@ -173,13 +219,15 @@ async def test_bytes_of_a_websocket(target, seeded, pytestconfig, summarize) -> 
                     while piece := await reader.read(1 << 16):
                         received += piece
         writer.transport.abort()
-        assert b'"internal"' not in received
+        assert b'"internal"' not in received, data
+        event_ids.extend(each.decode() for each in _EVENT_ID.findall(received)[-2:])
         outcomes[received[9:12].decode("ascii", "replace") or "nothing"] += 1
 
     async with behaved(target):
         cases = await run_cases(pytestconfig, case, share=4, timeout_s=_TIMEOUT_S)
     summarize(f"websocket: {cases} cases, answers to the handshake: {dict(outcomes)}")
     assert outcomes["101"] > cases / 2
+    assert event_ids or cases < 1000
 
 
 # gRPC.
@@ -221,8 +269,9 @@ def odd_request(draw: random.Random) -> bytes:
     return bent(draw, data) if draw.random() < 0.5 else data
 
 
-def odd_other(draw: random.Random, name: str) -> bytes:
-    """A message of another call than Generate."""
+def odd_other(draw: random.Random, name: str, event_ids: Sequence[str]) -> bytes:
+    """A message of another call than Generate; `event_ids` are those of streams that there are or were."""
+    event_id = draw.choice([*event_ids, "r-1:3"])
     if name == "Embed":
         data = inference_pb2.EmbedRequest(
             model="reference", texts=inference_pb2.Texts(texts=["a", ""]), dimensions=draw.choice([0, 4, 2**32 - 1])
@@ -232,6 +281,14 @@ def odd_other(draw: random.Random, name: str) -> bytes:
     elif name == "Detokenize":
         ids = draw.choices([0, 5, 2**32 - 1], k=draw.randrange(4))
         data = inference_pb2.DetokenizeRequest(model="reference", tokens=ids).SerializeToString()
+    elif name == "Resume":
+        last = event_id if draw.random() < 0.7 else draw.choice(["", "a", "\x00", "x" * 300])
+        stream_id = event_id.partition(":")[0]
+        data = inference_pb2.ResumeRequest(request_id=stream_id, last_event_id=last).SerializeToString()
+    elif name == "Cancel" and draw.random() < 0.5:
+        data = inference_pb2.CancelRequest(request_id=event_id.partition(":")[0]).SerializeToString()
+    elif name == "Cancel":
+        data = inference_pb2.CancelRequest(idempotency_key=draw.choice([*_KEYS, ""])).SerializeToString()
     else:
         return noise(draw)
     return bent(draw, data) if draw.random() < 0.5 else data
@@ -239,16 +296,26 @@ def odd_other(draw: random.Random, name: str) -> bytes:
 
 async def test_messages_of_grpc(target, seeded, pytestconfig, summarize) -> None:
     statuses: Counter[str] = Counter()
-    names = [*["Generate"] * 4, "Embed", "Tokenize", "Detokenize", "ListModels", "Resume", "Cancel", "Nothing"]
+    resumed: Counter[str] = Counter()
+    event_ids: deque[str] = deque(maxlen=64)
+    names = [*["Generate"] * 4, "Embed", "Tokenize", "Detokenize", "ListModels", "Nothing"]
+    names += ["Resume", "Cancel"] * 2
     async with grpc.aio.insecure_channel(f"127.0.0.1:{target.grpc_port}") as channel:
 
         async def case() -> None:
             name, leaves = seeded.choice(names), seeded.random() < 0.1
-            message = odd_request(seeded) if name == "Generate" else odd_other(seeded, name)
+            message = odd_request(seeded) if name == "Generate" else odd_other(seeded, name, event_ids)
             count = seeded.choice([0, 1, 1, 1, 1])
-            call = channel.stream_stream(f"/lockstep.v1.Inference/{name}")(iter([message] * count), timeout=10)
+            given = {"idempotency-key": seeded.choice([*_KEYS, "", "a b", "x" * 300]), "x-session-id": "s"}
+            metadata = tuple((key, value) for key, value in given.items() if seeded.random() < 0.3)
+            timeout_s = seeded.choice([0.02, 10, 10, 10])
+            call = channel.stream_stream(f"/lockstep.v1.Inference/{name}")(
+                iter([message] * count), timeout=timeout_s, metadata=metadata
+            )
             try:
-                async for _ in call:
+                async for event in call:
+                    if name == "Generate":
+                        event_ids.append(inference_pb2.GenerateEvent.FromString(event).event_id)
                     if leaves:
                         call.cancel()
                 status = await call.code()
@@ -257,16 +324,20 @@ async def test_messages_of_grpc(target, seeded, pytestconfig, summarize) -> None
                     return
                 status = error.code()
             except asyncio.CancelledError:
-                if not leaves:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
                     raise
+                # The client's own library cancels calls, too: those whose message it cannot send any more.
                 status = grpc.StatusCode.CANCELLED
-            assert status not in _INTERNAL, message
+            assert status not in _INTERNAL, (name, message, metadata)
             statuses[status.name] += 1
+            resumed[status.name] += name == "Resume"
 
         async with behaved(target):
             cases = await run_cases(pytestconfig, case, share=4, timeout_s=_TIMEOUT_S)
-    summarize(f"gRPC messages: {cases} cases, by status: {dict(statuses)}")
+    summarize(f"gRPC messages: {cases} cases, by status: {dict(statuses)}, Resume: {dict(resumed)}")
     assert statuses["OK"]
+    assert resumed["OK"] or cases < 1000
     assert statuses["INVALID_ARGUMENT"] > cases / 4
 
 

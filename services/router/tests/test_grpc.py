@@ -13,10 +13,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from key_files import KEY, OTHER_KEY, tenant, write
 from lockstep_api.v1 import inference_pb2, inference_pb2_grpc
 from lockstep_common import health_service
-from lockstep_common.errors import LockstepError
+from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.telemetry import JsonFormatter, exposition_for
 from lockstep_router.faces.grpc import inbound, service
-from lockstep_router.faces.grpc.caller import address_of
+from lockstep_router.faces.grpc.caller import abort, address_of
 from lockstep_router.faces.grpc.server import GrpcServer
 from lockstep_router.faces.grpc.wire import MAX_ENTRIES, MAX_RECORDS, check_structure
 from minutes import until_room_s
@@ -164,6 +164,17 @@ async def test_client_that_leaves_for_good_at_the_moment_when_the_stream_begins_
         call = stub_of(channel).Generate(request(max_tokens=200, resumable=False))
         await left.wait()
         await eventually(lambda: (cluster.router.streams, cluster.router.runs.detached) == (0, 0))
+
+
+async def test_client_that_has_gone_when_it_is_refused_is_no_error():
+    """gRPC cancels the task of its call a moment later, and logs any other error until then."""
+
+    class Gone:
+        async def abort(self, *_):
+            raise grpc.aio.InternalError("the call is over")
+
+    with pytest.raises(asyncio.CancelledError):
+        await abort(Gone(), LockstepError(ErrorCode.UNAVAILABLE, "there is no worker"), "router")
 
 
 async def test_deadline_is_that_of_the_request(cluster):

@@ -1,5 +1,6 @@
 """The sender of a call: its key, address and metadata. Keys are hashed before they are stored, and never logged."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -97,7 +98,11 @@ async def abort(context: grpc.aio.ServicerContext, error: LockstepError, router_
         trailing.append((ERROR_FIELD, _ascii(error.field)))
     if error.retry_after_s is not None:
         trailing.append(("retry-after", str(error.retry_after_whole_s)))
-    await context.abort(grpc.StatusCode[error.meaning.grpc_status], error.message, tuple(trailing))
+    try:
+        await context.abort(grpc.StatusCode[error.meaning.grpc_status], error.message, tuple(trailing))
+    except grpc.aio.InternalError:
+        # The client has gone, and the task of the call is not cancelled yet. gRPC would log it as an error.
+        raise asyncio.CancelledError from None
 
 
 def _ascii(text: str) -> str:

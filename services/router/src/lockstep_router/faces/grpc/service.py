@@ -208,9 +208,10 @@ class Inference:
             record.status = 200
         except LockstepError as error:
             failure = error
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, grpc.aio.InternalError):
+            # gRPC's error says that the client has gone, before this task is cancelled for that.
             record.status = LockstepError(ErrorCode.CANCELLED, "").meaning.http_status
-            raise
+            raise asyncio.CancelledError from None
         except Exception:
             logger.exception("request failed", extra=record.log_fields())
             failure = LockstepError(ErrorCode.INTERNAL, "something went wrong in the router")
