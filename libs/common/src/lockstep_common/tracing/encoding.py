@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from lockstep_common.trace_context import TraceContext
 from lockstep_common.tracing.spans import Kind, Shared, Span, Value
+from lockstep_common.wire import part, varint
 
 _SAME = 1024
 """Names, and whole numbers of attributes, that are remembered in their encoded form: most come again and again."""
@@ -19,7 +20,6 @@ _FLAGS = struct.Struct("<I")
 _DOUBLE = struct.Struct("<d")
 _OF_RESOURCE, _OF_SPAN, _OF_EVENT = 1, 9, 3
 """Numbers of the field of attributes."""
-_BYTE = 0x80
 _INT_MASK = (1 << 64) - 1
 
 # Keys of fields, as in opentelemetry/proto/trace/v1/trace.proto: the number times 8, and 1 for 64 bits, 2 for what has
@@ -60,22 +60,22 @@ def encode_span(span: Span) -> bytes:
     if span.parent_id:
         parts += (_PARENT_ID, span.parent_id.to_bytes(8, "big"))
     if trace.state:
-        parts.append(_part(3, trace.state.encode()))  # a client may send any number of them
+        parts.append(part(3, trace.state.encode()))  # a client may send any number of them
     for name, at_ns, attributes in span.events:
         if attributes:
             of_event = b"\x09" + _TIME.pack(at_ns) + _text(2, name) + _attributes(_OF_EVENT, attributes)
-            parts.append(_part(11, of_event))
+            parts.append(part(11, of_event))
         else:
             before, after = _around_time(name)
             parts += (before, _TIME.pack(at_ns), after)
     if span.links:
-        parts += [_part(13, _link(link)) for link in span.links]
-    return _part(2, b"".join(parts))
+        parts += [part(13, _link(link)) for link in span.links]
+    return part(2, b"".join(parts))
 
 
 def encode_resource(resource: Mapping[str, Value]) -> bytes:
     """What names the process, as a field of the spans of a resource."""
-    return _part(1, _attributes(_OF_RESOURCE, resource))
+    return part(1, _attributes(_OF_RESOURCE, resource))
 
 
 def encode_message(spans: Iterable[bytes], resource: bytes, scope: str, schema_url: str) -> bytes:
@@ -87,8 +87,8 @@ def encode_message(spans: Iterable[bytes], resource: bytes, scope: str, schema_u
         scope: names what makes the spans.
         schema_url: of the names of their attributes.
     """
-    of_scope = _part(2, b"".join((_part(1, _text(1, scope)), *spans, _text(3, schema_url))))
-    return _part(1, resource + of_scope)
+    of_scope = part(2, b"".join((part(1, _text(1, scope)), *spans, _text(3, schema_url))))
+    return part(1, resource + of_scope)
 
 
 @lru_cache(_SAME)
@@ -102,7 +102,7 @@ def _head(name: str, kind: Kind, has_remote_parent: bool, is_error: bool) -> byt
 def _around_time(name: str) -> tuple[bytes, bytes]:
     """What is before and after the time of an event without attributes."""
     after = _text(2, name)
-    event = _part(11, b"\x09" + bytes(_TIME.size) + after)
+    event = part(11, b"\x09" + bytes(_TIME.size) + after)
     return event[: -len(after) - _TIME.size], after
 
 
@@ -143,44 +143,22 @@ def _attributes(number: int, attributes: Mapping[str, Value]) -> bytes:
 
 def _attribute(number: int, name: str, value: Value) -> bytes:
     """A field of that number with a `KeyValue`."""
-    return _part(number, _text(1, name) + _part(2, _value(value)))
+    return part(number, _text(1, name) + part(2, _value(value)))
 
 
 def _value(value: Value) -> bytes:
     """An `AnyValue`."""
     if isinstance(value, str):
         # Also if it is empty: it is one of several that a value can be.
-        return _part(1, value.encode(errors="replace"))
+        return part(1, value.encode(errors="replace"))
     if isinstance(value, int):  # a truth value, too
-        return b"%c%b" % (0x10 if isinstance(value, bool) else 0x18, _number(value & _INT_MASK))
+        return b"%c%b" % (0x10 if isinstance(value, bool) else 0x18, varint(value & _INT_MASK))
     if isinstance(value, float):
         return b"\x21" + _DOUBLE.pack(value)
-    return _part(5, b"".join([_part(1, _value(each)) for each in value]))
+    return part(5, b"".join([part(1, _value(each)) for each in value]))
 
 
 @lru_cache(_SAME)
 def _text(number: int, text: str) -> bytes:
     """A field of text; nothing if it is empty."""
-    return _part(number, text.encode(errors="replace")) if text else b""
-
-
-def _part(number: int, content: bytes) -> bytes:
-    """A field that has a length."""
-    length = len(content)
-    if length < _BYTE and number < _BYTE >> 3:  # most are short
-        return b"%c%c%b" % (number << 3 | 2, length, content)
-    if length < _BYTE * _BYTE and number < _BYTE >> 3:  # a span
-        return b"%c%c%c%b" % (number << 3 | 2, length & 0x7F | _BYTE, length >> 7, content)
-    return b"%b%b%b" % (_number(number << 3 | 2), _number(length), content)
-
-
-def _number(value: int) -> bytes:
-    """A varint."""
-    if value < _BYTE:
-        return b"%c" % value
-    digits = bytearray()
-    while value >= _BYTE:
-        digits.append(value & 0x7F | _BYTE)
-        value >>= 7
-    digits.append(value)
-    return bytes(digits)
+    return part(number, text.encode(errors="replace")) if text else b""
