@@ -282,7 +282,7 @@ def test_a_span_that_cannot_be_encoded_is_counted_and_its_request_goes_on(monkey
     trace.end(child)
     trace.end(root)
     trace.release()
-    assert [each["name"] for each in kept.find(trace.hex_id)["spans"]] == ["request"]
+    assert [each["name"] for each in kept.find(trace.id_bytes.hex())["spans"]] == ["request"]
     assert count("failed") == before + 1
 
 

@@ -6,13 +6,13 @@ import shutil
 
 import httpx
 import pytest
+from lockstep_common.distributions import Distribution
 from lockstep_common.management import Reports, managed
 from lockstep_common.ports import free_port
 from lockstep_common.telemetry import OPENMETRICS, REGISTRY, exposition_for
 from lockstep_common.tracing import Tracing
 from lockstep_router.lanes import Lane, Outlet, push
 from lockstep_router.processes.answers import _Labelled
-from lockstep_router.tallies import Distribution
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text

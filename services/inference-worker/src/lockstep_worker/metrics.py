@@ -4,10 +4,11 @@ import resource
 import time
 from pathlib import Path
 
+from lockstep_common.distributions import Distribution
 from lockstep_common.errors import ErrorCode
 from lockstep_common.telemetry import REGISTRY
 from lockstep_engine import EngineState, EngineStatus, RankStatus
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 
 from lockstep_worker.growth import Growth
 from lockstep_worker.streams import LiveStream
@@ -95,7 +96,7 @@ REMOTE_FETCHED_BLOCKS = Counter(
     "KV blocks fetched from the state server, each with the parts of all ranks",
     registry=REGISTRY,
 )
-REMOTE_FETCH_SECONDS = Histogram(
+REMOTE_FETCH_SECONDS = Distribution(
     "lockstep_worker_remote_cache_fetch_seconds",
     "Time of a fetch from the state server that the gate let pass, whatever its outcome",
     buckets=_SECONDS,
@@ -180,19 +181,19 @@ PROMPT_TOKENS = Counter(
 PREFIX_HIT_TOKENS = Counter(
     "lockstep_worker_prefix_hit_tokens_total", "Those of them that were in the prefix cache", registry=REGISTRY
 )
-QUEUE_SECONDS = Histogram(
+QUEUE_SECONDS = Distribution(
     "lockstep_worker_queue_seconds",
     "From the arrival of an attempt of a stream until the ranks computed it",
     buckets=_SECONDS,
     registry=REGISTRY,
 )
-PREFILL_SECONDS = Histogram(
+PREFILL_SECONDS = Distribution(
     "lockstep_worker_prefill_seconds",
     "From there to its first token, preemptions included",
     buckets=_SECONDS,
     registry=REGISTRY,
 )
-DECODE_SECONDS = Histogram(
+DECODE_SECONDS = Distribution(
     "lockstep_worker_decode_seconds",
     "From the first to the last token of an attempt that ended its stream; an embedding has no tokens",
     buckets=_SECONDS,
@@ -214,7 +215,7 @@ ROUTERS = Gauge("lockstep_worker_routers", "Connected routers", registry=REGISTR
 STREAMS = Gauge("lockstep_worker_streams", "Live streams of all routers", registry=REGISTRY)
 STEPS = Counter("lockstep_worker_steps_total", "Steps finished, over all epochs", registry=REGISTRY)
 TOKENS = Counter("lockstep_worker_tokens_total", "Tokens emitted", registry=REGISTRY)
-STEP_TOKENS = Histogram(
+STEP_TOKENS = Distribution(
     "lockstep_worker_step_tokens",
     "Tokens emitted by one step",
     buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
@@ -278,7 +279,7 @@ def count_tokens(emitted: int) -> None:
 def note_start(stream: LiveStream) -> None:
     """Record a stream's wait, when the ranks compute it for the first time."""
     stream.started_at = time.monotonic()
-    QUEUE_SECONDS.observe(stream.started_at - stream.arrived_at, stream.exemplar)
+    QUEUE_SECONDS.observe(stream.started_at - stream.arrived_at, 1, stream.kept_id)
 
 
 def measure(stream: LiveStream, *, has_tokens: bool, is_finished: bool) -> None:
@@ -288,9 +289,9 @@ def measure(stream: LiveStream, *, has_tokens: bool, is_finished: bool) -> None:
     if stream.first_token_at is None:
         stream.first_token_at = now
         # Tokens that come before the report that it runs: it ran at once.
-        PREFILL_SECONDS.observe(now - (stream.started_at or stream.arrived_at), stream.exemplar)
+        PREFILL_SECONDS.observe(now - (stream.started_at or stream.arrived_at), 1, stream.kept_id)
     if is_finished and (has_tokens or not is_first):
-        DECODE_SECONDS.observe(now - stream.first_token_at, stream.exemplar)
+        DECODE_SECONDS.observe(now - stream.first_token_at, 1, stream.kept_id)
 
 
 class RankMeter:

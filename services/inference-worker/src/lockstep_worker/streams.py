@@ -47,9 +47,9 @@ class LiveStream:
         return fields | {"stream": self.stream_id, "attempt": self.attempt, "router": self.router.router_id}
 
     @property
-    def exemplar(self) -> dict[str, str] | None:
-        """Names its trace to a histogram, if that is kept."""
-        return None if self.spans is None else self.spans.exemplar
+    def kept_id(self) -> int:
+        """The id of its trace, which an example of a histogram names, if that is kept; 0 if not."""
+        return 0 if self.spans is None else self.spans.kept_id
 
     @property
     def request_id(self) -> str:

@@ -49,9 +49,9 @@ class AttemptTrace:
         """Of the decode's steps: the monotonic clock in ns, and the tokens so far."""
 
     @property
-    def exemplar(self) -> dict[str, str] | None:
-        """Names the trace to a histogram if it is kept, as far as that is known now."""
-        return None if self._trace.kept is None else {"trace_id": self._trace.hex_id}
+    def kept_id(self) -> int:
+        """The trace's id if it is kept, as far as that is known now; 0 if not."""
+        return self._trace.kept_id
 
     @contextmanager
     def submitting(self) -> Iterator[None]:

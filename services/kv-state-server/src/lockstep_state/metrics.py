@@ -1,14 +1,15 @@
 """The state server's Prometheus metrics. Labels are few and bounded: no keys, no tenants."""
 
+from lockstep_common.distributions import Distributions
 from lockstep_common.telemetry import REGISTRY
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 CALLS = Counter(
     "lockstep_state_calls", "Calls that have ended, by method and gRPC status.", ["method", "code"], registry=REGISTRY
 )
-CALL_SECONDS = Histogram(
+CALL_SECONDS = Distributions(
     "lockstep_state_call_seconds",
     "From a call's arrival to its end.",
     ["method"],
@@ -45,7 +46,7 @@ BLOCK_MEMORY_BYTES = Gauge(
 MEMORY_LIMIT_BYTES = Gauge(
     "lockstep_state_memory_limit_bytes", "The most that all entries may take; 0 with Redis.", registry=REGISTRY
 )
-STORE_SECONDS = Histogram(
+STORE_SECONDS = Distributions(
     "lockstep_state_store_seconds",
     "Time of an operation on Redis, failed ones included.",
     ["operation"],

@@ -4,10 +4,11 @@ Modules that count by reason name their reasons to the counter when they are loa
 series that begins at 1, Prometheus sees no increase.
 """
 
+from lockstep_common.distributions import Distribution, Distributions
 from lockstep_common.telemetry import REGISTRY
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 
-from lockstep_router.tallies import Distribution, Distributions, Tallies, Tally
+from lockstep_router.tallies import Tallies, Tally
 from lockstep_router.top_tallies import TopTallies
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -219,7 +220,7 @@ JOURNAL_LAG_SECONDS = Gauge(
     "Age of the oldest tokens of resumable streams that the state server does not have yet.",
     registry=REGISTRY,
 )
-JOURNAL_WRITE_SECONDS = Histogram(
+JOURNAL_WRITE_SECONDS = Distribution(
     "lockstep_router_journal_write_seconds",
     "From a change of a resumable stream until the state server had it.",
     buckets=(0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60),

@@ -201,11 +201,6 @@ class Trace:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
 
     @property
-    def hex_id(self) -> str:
-        """Its id as text."""
-        return self.id_bytes.hex()
-
-    @property
     def kept_id(self) -> int:
         """Its id if it is kept, as far as that is known now; else 0."""
         return 0 if self.kept is None else self.trace_id

@@ -7,12 +7,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lockstep_common.distributions import Distribution
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.telemetry import log_line
 
 from lockstep_router import metrics
 from lockstep_router.faces.record import Record
-from lockstep_router.tallies import Distribution, Tally
+from lockstep_router.tallies import Tally
 from lockstep_router.tenants import Access, KeyFile, Tenant
 
 logger = logging.getLogger("lockstep.router")
