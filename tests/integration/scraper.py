@@ -9,7 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -129,6 +129,7 @@ class Prometheus:
         directory: for its files.
         targets: for each `host:port` the labels that the chart's monitors add: release, pod, model.
         thresholds: as of `scaled`.
+        features: what is switched on with `--enable-feature`.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Prometheus:
         directory: Path,
         targets: Mapping[str, Mapping[str, str]],
         thresholds: Mapping[str, tuple[str, str]] | None = None,
+        features: Sequence[str] = (),
     ) -> None:
         program = shutil.which("prometheus")
         if program is None:
@@ -164,6 +166,7 @@ class Prometheus:
                     f"--config.file={directory}/prometheus.yml",
                     f"--storage.tsdb.path={directory}/data",
                     f"--web.listen-address=127.0.0.1:{port}",
+                    f"--enable-feature={','.join(features)}",
                 ],
                 stdout=log,
                 stderr=log,

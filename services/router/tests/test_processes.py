@@ -15,8 +15,10 @@ import httpx
 import key_files
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from lockstep_common import protobuf_metrics
 from lockstep_common.answers import Answer, as_json
 from lockstep_common.errors import LockstepError
+from lockstep_common.protobuf_metrics import read_families
 from lockstep_router.processes.answers import JointAnswers
 from lockstep_router.processes.channel import Asker, answer_parent
 from lockstep_router.processes.parent import MAX_FIRST_STARTS, Process, check_router_id, keep_all
@@ -108,6 +110,13 @@ async def test_both_serve_and_report_together(tmp_path):
         of_parent = {sample.name for sample in samples if sample.labels.get("process") == "parent"}
         assert "process_resident_memory_bytes" in of_parent
         assert not [name for name in of_parent if name.startswith("lockstep_router_")]
+        answer = await client.get("/metrics", headers={"accept": protobuf_metrics.CONTENT_TYPE})
+        assert answer.headers["content-type"] == protobuf_metrics.CONTENT_TYPE
+        written = [(name, len(family.metrics)) for name, family in read_families(answer.content)]
+        assert len(dict(written)) == len(written)
+        assert dict(written)["lockstep_router_time_to_first_token_seconds"] == 2
+        assert dict(written)["lockstep_router_process_up"] == 2
+        assert dict(written)["process_resident_memory_bytes"] == 3
 
 
 async def test_one_that_dies_is_replaced_while_the_other_serves(tmp_path):

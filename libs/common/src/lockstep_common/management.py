@@ -83,6 +83,8 @@ class Reports:
     """The service's settings without secrets, as JSON types."""
     profile: Profile | None = None
     """Profiles the service; None: it cannot."""
+    has_native_histograms: bool = True
+    """Whether `/metrics` has them for a scraper that asks."""
 
 
 class Answers(Protocol):
@@ -194,7 +196,7 @@ class _OwnAnswers:
             case _ if is_stranger:
                 return needs_certificate()
             case "/metrics":
-                body, content_type = exposition_for(accept)
+                body, content_type = exposition_for(accept, has_native=self._reports.has_native_histograms)
                 return Answer(200, content_type, body)
             case name:
                 return self._report(name)

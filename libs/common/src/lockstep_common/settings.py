@@ -226,6 +226,11 @@ class PodSettings(ServiceSettings):
         "for routers that connect to a worker, a URI (spiffe://…).",
     )
     management_tls: bool = Field(False, description="HTTPS on the management port, with `tls_cert`.")
+    native_histograms: bool = Field(
+        True,
+        description="Native histograms on /metrics for a scraper that asks for Prometheus' protobuf format; without, "
+        "it gets text.",
+    )
     termination_log: str | None = Field(
         None, description="File for the sentence with which the process ends; /dev/termination-log if that is there."
     )

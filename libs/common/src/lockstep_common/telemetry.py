@@ -24,7 +24,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 from pydantic_core import to_json
 
-from lockstep_common import openmetrics
+from lockstep_common import openmetrics, protobuf_metrics
 from lockstep_common.early_lines import kept_lines
 from lockstep_common.log_level import LOG_LEVEL
 from lockstep_common.tracebacks import traceback_text
@@ -33,7 +33,12 @@ REGISTRY = CollectorRegistry()
 """The registry of all metrics of the process; names begin with `lockstep_`."""
 
 OPENMETRICS = "application/openmetrics-text"
-_OPENMETRICS_VERSION = "1.0.0"
+_PROTOBUF = "application/vnd.google.protobuf"
+_WRITTEN = {
+    OPENMETRICS: {"version": "1.0.0"},
+    _PROTOBUF: {"proto": "io.prometheus.client.metricfamily", "encoding": "delimited"},
+}
+"""The parameters of these types, in lower case, as they are written here."""
 
 _FLUSH_AFTER_S = 0.1
 _MAX_WAITING_LINES = 512
@@ -232,29 +237,45 @@ def _log_end_of_thread(given: threading.ExceptHookArgs) -> None:
         logging.getLogger("lockstep").error("a thread has ended", exc_info=given.exc_value, extra={"thread_name": name})
 
 
-def exposition_for(accept: str, registry: Collector = REGISTRY) -> tuple[bytes, str]:
-    """The metrics and their content type: OpenMetrics, which has exemplars, for those who prefer it, else Prometheus'
-    text format.
+def exposition_for(accept: str, registry: Collector = REGISTRY, *, has_native: bool = True) -> tuple[bytes, str]:
+    """The metrics and their content type: for those who prefer it protobuf, which has native histograms, or
+    OpenMetrics, which has exemplars, else Prometheus' text format.
 
     Args:
         accept: the request's header `Accept`.
         registry: the metrics.
+        has_native: whether protobuf is among them.
     """
+    if has_native and prefers_protobuf(accept):
+        return protobuf_metrics.protobuf_metrics(registry), protobuf_metrics.CONTENT_TYPE
     if _prefers_openmetrics(accept):
         return openmetrics.openmetrics_text(registry), openmetrics.CONTENT_TYPE
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
+def prefers_protobuf(accept: str) -> bool:
+    """Whether a header `Accept` puts Prometheus' protobuf format before what else is written here."""
+    weights = _weights(accept)
+    weight = weights.get(_PROTOBUF, 0.0)
+    return weight > 0 and weight >= max(weights.get(OPENMETRICS, 0.0), weights.get("text/plain", 0.0))
+
+
 def _prefers_openmetrics(accept: str) -> bool:
     """Whether a header `Accept` puts OpenMetrics, in the version that is written here, before other text."""
+    weights = _weights(accept)
+    return weights.get(OPENMETRICS, 0.0) > 0 and weights[OPENMETRICS] >= weights.get("text/plain", 0.0)
+
+
+def _weights(accept: str) -> dict[str, float]:
+    """How much a header `Accept` wants each type, in the versions that are written here."""
     weights: dict[str, float] = {}
     for each in accept.split(","):
         kind, *parameters = (part.strip().lower() for part in each.split(";"))
         given = dict(part.split("=", 1) for part in parameters if "=" in part)
-        if kind == OPENMETRICS and given.get("version", _OPENMETRICS_VERSION) != _OPENMETRICS_VERSION:
+        if any(given.get(name, meant) != meant for name, meant in _WRITTEN.get(kind, {}).items()):
             continue
         try:
             weights[kind] = max(weights.get(kind, 0.0), float(given.get("q", "1")))
         except ValueError:
             continue
-    return weights.get(OPENMETRICS, 0.0) > 0 and weights[OPENMETRICS] >= weights.get("text/plain", 0.0)
+    return weights

@@ -156,6 +156,7 @@ def _managed(
             unready=lambda: None if worker.ready else "the worker takes no requests",
             stacks={"engine": worker.engine.view_ranks},
             settings=settings.shown(),
+            has_native_histograms=settings.native_histograms,
             profile=partial(profile_archive, worker.engine),
         ),
         liveness_timeout_s=settings.liveness_timeout_s,

@@ -106,7 +106,11 @@ async def run(settings: StateSettings, stop: asyncio.Event) -> None:
         certificates = _certificates(settings)
         if certificates is not None:
             await stack.enter_async_context(watched(certificates))
-        reports = Reports(unready=lambda: "the process ends" if health.draining else None, settings=settings.shown())
+        reports = Reports(
+            unready=lambda: "the process ends" if health.draining else None,
+            settings=settings.shown(),
+            has_native_histograms=settings.native_histograms,
+        )
         management = managed(
             settings.management_host,
             settings.management_port,

@@ -275,6 +275,7 @@ async def serve(
         if settings.console == "off"
         else {files.STATE: console.on_management, files.ROUTER: console.of_router},
         settings=settings.shown(),
+        has_native_histograms=settings.native_histograms,
     )
     async with reporting(settings, reports, tls) as management_port, tls.watched(), router:
         if settings.processes > 1:

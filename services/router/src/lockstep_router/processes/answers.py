@@ -1,12 +1,14 @@
 """The management port of several processes: one health, one readiness, their metrics and states together."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from lockstep_common.answers import Answer, as_json, needs_certificate, not_found
-from lockstep_common.telemetry import OPENMETRICS, exposition_for
+from lockstep_common.protobuf_metrics import CONTENT_TYPE as PROTOBUF
+from lockstep_common.protobuf_metrics import WrittenFamily, protobuf_metrics, read_families
+from lockstep_common.telemetry import OPENMETRICS, REGISTRY, exposition_for, prefers_protobuf
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
@@ -54,6 +56,7 @@ class JointAnswers:
         processes: of the router.
         pages: of the console, by their paths; None: there is no console.
         has_others: whether process 0 asks other routers for the console.
+        has_native_histograms: whether `/metrics` has them for a scraper that asks.
     """
 
     def __init__(
@@ -63,8 +66,10 @@ class JointAnswers:
         pages: Mapping[str, Answer] | None = None,
         *,
         has_others: bool = False,
+        has_native_histograms: bool = True,
     ) -> None:
         self._has_others = has_others
+        self._has_native_histograms = has_native_histograms
         self._router_id = router_id
         self._pages = pages or {}
         self._processes = processes
@@ -136,17 +141,30 @@ class JointAnswers:
 
         They are not added up: the sum would fall when a process is started again, which would look as if all had been.
         """
-        texts = {_PARENT: exposition_for(OPENMETRICS)[0].decode()}
-        for process, answer in self._ask("/metrics", self._processes, accept=OPENMETRICS):
-            if answer is not None and answer.status == 200:
-                texts[str(process.number)] = answer.body.decode()
+        if self._has_native_histograms and prefers_protobuf(accept):
+            written = {_PARENT: protobuf_metrics(REGISTRY)} | self._written(PROTOBUF)
+            return protobuf_metrics(self._own(written)) + _joined(written), PROTOBUF
+        texts = {_PARENT: exposition_for(OPENMETRICS)[0]} | self._written(OPENMETRICS)
+        own = self._own(texts)
+        own.register(_Labelled({process: text.decode() for process, text in texts.items()}))
+        return exposition_for(accept, own, has_native=False)
+
+    def _written(self, content_type: str) -> dict[str, bytes]:
+        """The metrics of the processes that answer, by their numbers."""
+        return {
+            str(process.number): answer.body
+            for process, answer in self._ask("/metrics", self._processes, accept=content_type)
+            if answer is not None and answer.status == 200
+        }
+
+    def _own(self, written: Collection[str]) -> CollectorRegistry:
+        """What the supervisor knows of the processes, when these have answered."""
         own = CollectorRegistry()
         up, restarts = process_metrics(own)
         for process in self._processes:
-            up.labels(str(process.number)).set(str(process.number) in texts)
+            up.labels(str(process.number)).set(str(process.number) in written)
             restarts.labels(str(process.number)).inc(process.restarts)
-        own.register(_Labelled(texts))
-        return exposition_for(accept, own)
+        return own
 
     def _console(self, path: str) -> Answer:
         """What the console shows, or what other routers get, of all processes together."""
@@ -194,6 +212,17 @@ def _answer(process: ProcessFacts, path: str, operation: str, accept: str) -> An
         return asker.ask(path, operation, accept)
     except NoAnswerError:
         return None
+
+
+def _joined(written: Mapping[str, bytes]) -> bytes:
+    """Metrics of several processes, in protobuf, each with the label of its own."""
+    families: dict[str, WrittenFamily] = {}
+    for process, body in written.items():
+        for name, family in read_families(body):
+            if process == _PARENT and name.startswith(_OF_ROUTERS):
+                continue  # as of the text below
+            families.setdefault(name, WrittenFamily(family.head, [])).add(family, "process", process)
+    return b"".join([family.encoded for family in families.values()])
 
 
 class _Labelled(Collector):

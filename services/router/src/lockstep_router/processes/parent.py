@@ -176,7 +176,11 @@ async def _supervise(settings: RouterSettings) -> int:
             for number in range(settings.processes)
         ]
         answers = JointAnswers(
-            settings.router_id, processes, files.of(settings.console), has_others=bool(settings.console_routers)
+            settings.router_id,
+            processes,
+            files.of(settings.console),
+            has_others=bool(settings.console_routers),
+            has_native_histograms=settings.native_histograms,
         )
         managing = served(settings.management_host, settings.management_port, answers, tls=tls.management_context)
         async with managing as management_port, tls.watched():
