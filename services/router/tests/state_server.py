@@ -1,11 +1,12 @@
 """The real state server in the test's process, on a Unix socket, in memory; it can be away, slow, or forgetful."""
 
 import asyncio
+from collections import Counter
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 from lockstep_api.v1 import state_pb2_grpc
-from lockstep_api.v1.state_pb2 import WRITE_OUTCOME_UNAVAILABLE
+from lockstep_api.v1.state_pb2 import WRITE_OUTCOME_FULL, WRITE_OUTCOME_UNAVAILABLE
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_state.errors import full
 from lockstep_state.memory import MemoryBackend
@@ -37,6 +38,9 @@ class SlowBackend:
         self.is_away = False
         self.is_full = False
         """It has no room for a lease or a key."""
+        self.refused = set()
+        """Keys of streams for which it has no room."""
+        self.refusals = Counter()
         self.lost_answers = 0
         """So many batches are written without an answer."""
         self.most_writes = None
@@ -54,7 +58,10 @@ class SlowBackend:
             await asyncio.Event().wait()
         if self.is_away:
             return [plain(WRITE_OUTCOME_UNAVAILABLE) for _ in writes]
-        results = await self.backend.append(writes)
+        refused = self.refused.copy()
+        self.refusals.update(write.key for write in writes if write.key in refused)
+        accepted = iter(await self.backend.append([write for write in writes if write.key not in refused]))
+        results = [plain(WRITE_OUTCOME_FULL) if write.key in refused else next(accepted) for write in writes]
         if self.lost_answers:
             self.lost_answers -= 1
             raise LockstepError(ErrorCode.UNAVAILABLE, "the answer is lost")

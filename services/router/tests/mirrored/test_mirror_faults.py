@@ -9,6 +9,8 @@ from lockstep_api.v1 import state_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router import metrics
 from lockstep_router.journals import Claim, Outcome, Piece
+from lockstep_router.journals.stored_form import tenant_of
+from lockstep_state.keys import Kind, key_of
 from mirrored_stores import FAILED, count, fill, mirrored
 from router_cluster import eventually
 
@@ -316,6 +318,28 @@ async def test_mirror_does_nothing_while_all_streams_are_put_off(make_store, ser
     store.append("r-0", Piece(0, 2, [8], logprobs(8)))
     await eventually(lambda: store.mirror.entries["r-0"].written[0] == 3)
     assert list((await other.look_up("r-0", "tenant")).logs[0].ids) == [5, 6, 8]
+
+
+async def test_a_stream_that_grows_while_it_is_refused_waits_and_stops_no_other(make_store, server):
+    """It changes during each try."""
+    store, loop = await make_store(), asyncio.get_running_loop()
+    one, two = (key_of(Kind.STREAM, tenant_of("tenant"), name) for name in (b"r-1", b"r-2"))
+    server.backend.refused, server.backend.delay_s = {one, two}, 0.05
+    began_at = loop.time()
+    await fill(store)
+    await fill(store, "r-2")
+
+    async def grow():
+        for position in range(2, 10_000):
+            store.append("r-1", Piece(0, position, [8], logprobs(8)))
+            await asyncio.sleep(0.01)
+
+    growing = asyncio.create_task(grow())
+    await eventually(lambda: server.backend.refusals[two] and server.backend.refusals[one] >= 3)
+    assert server.backend.refusals[one] <= 2 + loop.time() - began_at, "once a second"
+    server.backend.refused = {one}
+    await eventually(lambda: store.mirror.entries["r-2"].is_open)
+    growing.cancel()
 
 
 async def test_batch_that_the_server_refuses_is_halved(tmp_path, clock, make_store, server, other):

@@ -375,6 +375,8 @@ class Mirror:
             if entry.changed_at is None:
                 entry.changed_at = asyncio.get_running_loop().time()
             if entry.not_before > asyncio.get_running_loop().time():
+                self._changed.pop(sent.request_id, None)  # it has gained something meanwhile
+                self._put_off.pop(sent.request_id, None)
                 self._put_off[sent.request_id] = None
                 self._time_put_off()
             else:
