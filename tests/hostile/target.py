@@ -113,9 +113,10 @@ class Target:
     def memory_bytes(self) -> int:
         """What the router has of the machine's memory: nothing once it has ended."""
         assert self._router is not None
-        if not self.is_alive:
+        try:
+            rss: int = psutil.Process(self._router.pid).memory_info().rss
+        except psutil.NoSuchProcess:
             return 0
-        rss: int = psutil.Process(self._router.pid).memory_info().rss
         return rss
 
     def cpu_s(self) -> float:

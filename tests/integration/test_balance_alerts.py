@@ -86,7 +86,7 @@ def test_a_worker_that_crawls(system: System, prometheus: Prometheus) -> None:
 
 
 def test_workers_that_crawl_beyond_the_time_of_their_clients(system: System, prometheus: Prometheus) -> None:
-    """No answer is ready in its client's time. It is the client's own timeout, so no other alert counts it."""
+    """No answer is ready in its client's time."""
     with ExitStack() as crawling:
         for worker in system.until_ready(PATIENCE_S).values():
             crawling.enter_context(pulsing(worker["ranks"][0]["pid"], 0.18, 0.02))

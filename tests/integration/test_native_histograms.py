@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("private_tmp")]
 
 RELEASE = "main"
 BEFORE, AFTER, TOKENS = 3, 4, 24
+REQUESTS = 'lockstep_router_requests_total{endpoint="/v1/completions",code="200"}'
 FIRST_TOKEN, BETWEEN, QUEUE = (
     "lockstep_router_time_to_first_token_seconds",
     "lockstep_router_inter_token_latency_seconds",
@@ -75,6 +76,8 @@ def test_both_forms_have_the_same_counts(stack: Stack, tmp_path: Path):
         for _ in range(AFTER):
             ask(stack)
         took_s = time.monotonic() - began
+        for each in (native, classic):  # counted when a request has ended, and with it all of its values
+            until(each, f"sum({REQUESTS})", BEFORE + AFTER)
         for name in (FIRST_TOKEN, QUEUE):
             until(native, f"sum(histogram_count({name}))", BEFORE + AFTER)
             until(classic, f"sum({name}_count)", BEFORE + AFTER)

@@ -66,7 +66,7 @@ class Side:
             return None
         try:
             return self._measure(name, seconds)
-        except (AssertionError, OSError) as error:
+        except (AssertionError, OSError, ValueError) as error:
             return {"failed": f"the trial could not be made: {error}"}
 
     def _measure(self, name: str, seconds: float) -> Result:

@@ -1,5 +1,6 @@
 """A histogram counts in exponential buckets from when they are first read, without losing what came before."""
 
+import sys
 import threading
 
 import pytest
@@ -44,11 +45,15 @@ def test_no_value_is_lost_when_the_first_reader_comes_while_values_are_counted(s
             behind.append(seconds.exponential().count < classic)
 
     behind = []
-    reader = threading.Thread(target=read)
-    reader.start()
-    for number in range(50_000):
-        seconds.observe(number / 1000)
-    ended.set()
-    reader.join()
+    reader, interval_s = threading.Thread(target=read), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        reader.start()
+        for number in range(50_000):
+            seconds.observe(number / 1000)
+    finally:
+        sys.setswitchinterval(interval_s)
+        ended.set()
+        reader.join()
     assert not any(behind)
     assert seconds.exponential().count == 50_000

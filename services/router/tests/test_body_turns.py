@@ -17,6 +17,13 @@ def costly() -> None:
         pass
 
 
+async def occupy(turns: BodyTurns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parse a body that takes half a second, as far as `turns` knows."""
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "thread_time", iter([0.0, 0.5]).__next__)
+        await turns.run(SMALL, lambda: None)
+
+
 async def test_a_body_that_is_parsed_soon_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = BodyTurns()
     monkeypatch.setattr(time, "thread_time", lambda: 1.0)
@@ -52,17 +59,17 @@ async def test_bodies_that_take_long_leave_the_loop_half_of_its_time(size_bytes:
     assert ticks > 8, "streams run meanwhile"
 
 
-async def test_a_small_body_overtakes_larger_ones() -> None:
+async def test_a_small_body_overtakes_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     turns, order = BodyTurns(), []
-    await turns.run(SMALL, costly)
+    await occupy(turns, monkeypatch)
     sizes = [LARGE, LARGE, SMALL]
     await asyncio.gather(*(turns.run(size, lambda size=size: order.append(size)) for size in sizes))
     assert order == [SMALL, LARGE, LARGE]
 
 
-async def test_a_large_body_does_not_wait_for_all_smaller_ones() -> None:
+async def test_a_large_body_does_not_wait_for_all_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     turns, order = BodyTurns(), []
-    await turns.run(SMALL, costly)
+    await occupy(turns, monkeypatch)
     waiting = asyncio.create_task(turns.run(2 * SMALL, lambda: order.append("early")))
     await asyncio.sleep(0)
     time.sleep(0.02)  # a KiB is worth less
@@ -71,9 +78,9 @@ async def test_a_large_body_does_not_wait_for_all_smaller_ones() -> None:
     assert order[0] == "early"
 
 
-async def test_one_that_leaves_while_it_waits_takes_no_turn() -> None:
+async def test_one_that_leaves_while_it_waits_takes_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     turns, order = BodyTurns(), []
-    await turns.run(SMALL, costly)
+    await occupy(turns, monkeypatch)
     left = asyncio.create_task(turns.run(SMALL, lambda: order.append("left")))
     stays = asyncio.create_task(turns.run(LARGE, lambda: order.append("stays")))
     await asyncio.sleep(0)

@@ -266,13 +266,14 @@ async def test_settings_that_no_process_can_use_end_the_parent(tmp_path):
     assert b"keys_file" in errors
 
 
-async def test_processes_that_never_start_end_the_parent(tmp_path):
+@pytest.mark.parametrize(("ending", "exit_code"), [("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", 128 + 9)])
+async def test_processes_that_never_start_end_the_parent(tmp_path, ending, exit_code):
     broken = tmp_path / "sitecustomize.py"
-    broken.write_text("import os, sys\nif 'lockstep_router.processes.child' in sys.orig_argv: os._exit(7)\n")
+    broken.write_text(f"import os, sys\nif 'lockstep_router.processes.child' in sys.orig_argv: {ending}\n")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     process = await start("--workers", "a:1", "--port", "0", "--processes", "2", PYTHONPATH=path)
     _, errors = await asyncio.wait_for(process.communicate(), DEADLINE_S)
-    assert process.returncode == 7
+    assert process.returncode == exit_code
     assert 2 * (MAX_FIRST_STARTS - 1) >= errors.count(b'"message":"process ended"') >= MAX_FIRST_STARTS - 1
 
 

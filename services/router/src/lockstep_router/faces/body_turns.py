@@ -13,6 +13,7 @@ _SHORT_S = 0.001
 """A small body that takes no more CPU time than this has no effect on others; most take a tenth of it."""
 _S_PER_BYTE = 0.01 / 1024
 """By how much earlier another body may have come for each byte that this one is smaller, to be parsed after it."""
+_MOST_OVERTAKEN_S = 10.0
 
 
 class BodyTurns:
@@ -46,7 +47,7 @@ class BodyTurns:
     async def _turn(self, size_bytes: int) -> None:
         turn = asyncio.get_running_loop().create_future()
         self._arrived += 1
-        rank = time.perf_counter() + size_bytes * _S_PER_BYTE
+        rank = time.perf_counter() + min(size_bytes * _S_PER_BYTE, _MOST_OVERTAKEN_S)
         heapq.heappush(self._waiting, (rank, self._arrived, turn))
         self._plan()
         await turn

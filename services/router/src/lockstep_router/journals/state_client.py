@@ -260,7 +260,13 @@ class StateClient:
             self._doubting = asyncio.create_task(self._check(breaker))
 
     async def _check(self, breaker: Breaker) -> None:
-        if await self._channel.is_healthy(self.patient_s):
+        try:
+            is_healthy = await self._channel.is_healthy(self.patient_s)
+        except asyncio.CancelledError:  # also if a probe has closed the channel meanwhile
+            if is_own_cancellation():
+                raise
+            is_healthy = False
+        if is_healthy:
             metrics.STATE_FAILURES.labels(_LATE.lower()).inc()
             return
         for _ in range(2):  # the call that was late, and this one

@@ -33,9 +33,9 @@ logger = logging.getLogger("lockstep.router")
 FIRST_DELAY_S = 0.1
 LAST_DELAY_S = 5.0
 STEADY_S = 10.0
+"""A process that has run for this long starts again after the first delay."""
 MAX_FIRST_STARTS = 6
 """Starts of a process, within about three seconds of pauses, while none has listened yet."""
-"""A process that has run for this long starts again after the first delay."""
 
 
 class Process:
@@ -218,15 +218,20 @@ async def keep_all(processes: list[Process], stop: asyncio.Event, fields: dict[s
 
     announcing, stopping = asyncio.create_task(announce()), asyncio.create_task(stop.wait())
     await asyncio.wait({*kept, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    was_asked = stop.is_set()
+    was_asked, ended = stop.is_set(), [task for task in kept if task.done()]
     stop.set()
     for process in processes:
         process.terminate()
     await asyncio.wait(kept)
     for task in (announcing, stopping):
         task.cancel()
-    codes = [task.result() for task in kept]
-    return 0 if was_asked else max(codes)
+    codes = {task: task.result() for task in kept}
+    return 0 if was_asked else max(_exit_code(codes[task]) for task in ended)
+
+
+def _exit_code(code: int) -> int:
+    """As shells count: 128 and the signal for a process that one has ended."""
+    return code if code >= 0 else 128 - code
 
 
 def reserve(host: str, port: int, setting: str) -> socket.socket:
