@@ -72,7 +72,7 @@ async def test_a_large_body_does_not_wait_for_all_smaller_ones(monkeypatch: pyte
     await occupy(turns, monkeypatch)
     waiting = asyncio.create_task(turns.run(2 * SMALL, lambda: order.append("early")))
     await asyncio.sleep(0)
-    time.sleep(0.02)  # a KiB is worth less
+    time.sleep(0.15)  # a KiB is worth less
     later = [asyncio.create_task(turns.run(SMALL, lambda: order.append("late"))) for _ in range(3)]
     await asyncio.gather(waiting, *later)
     assert order[0] == "early"

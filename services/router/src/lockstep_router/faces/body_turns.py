@@ -11,7 +11,7 @@ T = TypeVar("T")
 _SMALL_BODY_BYTES = 64 << 10
 _SHORT_S = 0.001
 """A small body that takes no more CPU time than this has no effect on others; most take a tenth of it."""
-_S_PER_BYTE = 0.01 / 1024
+_S_PER_BYTE = 0.1 / 1024
 """By how much earlier another body may have come for each byte that this one is smaller, to be parsed after it."""
 _MOST_OVERTAKEN_S = 10.0
 
