@@ -257,7 +257,7 @@ def test_kept_spans_are_found_by_trace_request_and_stream_and_are_bounded() -> N
 def test_traces_are_kept_in_memory_without_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = {"OTEL_TRACES_EXPORTER": "memory"}
     options = trace_options(Given(), memory)
-    assert options == TraceOptions("", "grpc", 1.0, 10.0)
+    assert options == trace_options(Given(otlp_endpoint="memory"), {}) == TraceOptions("", "grpc", 1.0, 10.0)
     assert trace_options(Given(trace_ratio=0.5), memory) == TraceOptions("", "grpc", 0.5, 10.0)
     assert trace_options(Given(), memory | {"OTEL_TRACES_SAMPLER_ARG": "0.2"}) == TraceOptions("", "grpc", 0.2, 10.0)
     monkeypatch.setattr("lockstep_common.tracing.KEPT_SPANS", kept := KeptSpans())

@@ -36,11 +36,21 @@ model: {{ .name | quote }}
 {{- end -}}
 {{- end -}}
 
+{{/* Not empty if traces go to a collector. */}}
+{{- define "lockstep.tracing.hasCollector" -}}
+{{- with .Values.tracing.endpoint -}}
+{{- if ne . "memory" }}yes{{ end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Where traces go. Takes (root, settings); adds to a service's settings what these do not say themselves. */}}
 {{- define "lockstep.tracing.settings" -}}
 {{- with .root.Values.tracing -}}
 {{- if .endpoint -}}
-{{- $ours := dict "otlp_endpoint" .endpoint "otlp_protocol" .protocol "trace_ratio" .ratio "trace_slow_s" .slowSeconds -}}
+{{- $ours := dict "otlp_endpoint" .endpoint "trace_ratio" .ratio "trace_slow_s" .slowSeconds -}}
+{{- if include "lockstep.tracing.hasCollector" $.root -}}
+{{- $_ := set $ours "otlp_protocol" .protocol -}}
+{{- end -}}
 {{- range $name, $value := $ours -}}
 {{- if not (hasKey $.settings $name) -}}
 {{- $_ := set $.settings $name $value -}}

@@ -237,8 +237,9 @@ class PodSettings(ServiceSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
     otlp_endpoint: str | None = Field(
         None,
-        description="URL of the OpenTelemetry collector that gets traces, host:port for gRPC in plain text; "
-        "OTEL_EXPORTER_OTLP_ENDPOINT if not set, and no traces without both.",
+        description="URL of the OpenTelemetry collector that gets traces, host:port for gRPC in plain text; `memory`: "
+        "none does, and the service keeps the newest ones for `lockstep trace`. OTEL_EXPORTER_OTLP_ENDPOINT if not "
+        "set, and no traces without both.",
     )
     otlp_protocol: Literal["grpc", "http"] | None = Field(
         None, description="Of OTLP to the collector; OTEL_EXPORTER_OTLP_PROTOCOL or grpc if not set."
@@ -248,7 +249,7 @@ class PodSettings(ServiceSettings):
         ge=0,
         le=1,
         description="Part of the traces that is kept if the caller has not decided; OTEL_TRACES_SAMPLER_ARG or 0.1 if "
-        "not set, 1 with OTEL_TRACES_EXPORTER=memory. Requests that fail, are slow or move to another worker are "
+        "not set, 1 in `memory`. Requests that fail, are slow or move to another worker are "
         "kept besides.",
     )
     trace_slow_s: float = Field(

@@ -28,9 +28,9 @@ Draw where a request's time went: router, attempts on workers, queue, prefill, d
 X-Request-ID of the answer, the id of a resumable stream, or that of a trace. The spans come from the memory of the
 running services, which keep the newest ones of the traces that are kept, from a Jaeger, or from a file: OTLP in JSON, a
 message a line, as a collector's file exporter writes it, or the JSON that a Jaeger gives. Traces have to be on: with a
-collector in the settings, or with OTEL_TRACES_EXPORTER=memory in the services' environment. Which are kept: those that
-failed, were slow or moved to another worker, and a part of the others (trace_ratio): a tenth by default, all with
-OTEL_TRACES_EXPORTER=memory."""
+collector in the settings, with `otlp_endpoint: memory`, the chart's default, or with OTEL_TRACES_EXPORTER=memory in the
+services' environment. Which are kept: those that failed, were slow or moved to another worker, and a part of the others
+(trace_ratio): a tenth with a collector and in the chart, else all."""
 
 EXAMPLES = """\
   lockstep trace 4f0c2a9b1d7e

@@ -1,7 +1,8 @@
 """Traces of requests: spans, the decision which traces are kept, and their export by OTLP.
 
 A service calls `setup_tracing` once and makes a `Trace` for each request. Without a collector there is no `Tracing`,
-and OpenTelemetry's SDK is not imported, unless `OTEL_TRACES_EXPORTER` is `memory`: then traces are only kept here.
+and OpenTelemetry's SDK is not imported, unless the setting `otlp_endpoint` or `OTEL_TRACES_EXPORTER` is `memory`: then
+traces are only kept here.
 """
 
 import os

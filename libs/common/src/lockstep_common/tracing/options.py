@@ -15,12 +15,12 @@ from lockstep_common.errors import invalid
 
 Protocols = Literal["grpc", "http"]
 DEFAULT_RATIO = 0.1
+_MEMORY = "memory"
+"""A value of `OTEL_TRACES_EXPORTER`, which is Lockstep's own, and of the setting `otlp_endpoint`."""
 _RATIO_IN_MEMORY = 1.0
 """Spans in memory cost no collector anything, and their reader looks for a certain request."""
 _PROTOCOLS: dict[str, Protocols] = {"grpc": "grpc", "http/protobuf": "http", "http": "http"}
 _TIMEOUT_S = 5.0
-_MEMORY = "memory"
-"""A value of `OTEL_TRACES_EXPORTER` that is Lockstep's own."""
 _HTTP_PATH = "/v1/traces"
 
 
@@ -75,7 +75,7 @@ def trace_options(given: Given, environment: Mapping[str, str] = os.environ) -> 
         return None
     own = environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     endpoint = given.otlp_endpoint or own or environment.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    if environment.get("OTEL_TRACES_EXPORTER") == _MEMORY:
+    if _MEMORY in (environment.get("OTEL_TRACES_EXPORTER"), given.otlp_endpoint):
         return TraceOptions("", "grpc", _ratio(given, environment, _RATIO_IN_MEMORY), given.trace_slow_s)
     if not endpoint:
         return None
