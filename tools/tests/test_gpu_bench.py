@@ -67,7 +67,8 @@ def test_every_section_runs_and_is_in_the_table_and_in_the_file(tmp_path):
         assert [row["choice"] for row in starts if row["what"] == "tokens"] == ["greedy", "sampled"]
         whole = next(row["value"] for row in starts if row["what"] == "start-up")
         phases = [row["value"] for row in starts if row["what"].startswith("start-up: ")]
-        assert 0 < sum(phases) <= whole
+        rounding = 0.0005 * (len(phases) + 1)  # each is rounded to a millisecond
+        assert 0 < sum(phases) <= whole + rounding
     if GPU:  # an interpreter builds nothing
         built = {row["what"]: row["value"] for row in rows if row["what"].startswith("kernels built")}
         assert built["kernels built until then"] > 0
