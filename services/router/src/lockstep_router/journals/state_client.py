@@ -30,6 +30,8 @@ _MAX_CALLS = 256
 """Calls at a time for requests of clients; more are refused."""
 _REFUSALS = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED})
 
+_TENANTS_QUOTA = "(max_tenant_bytes)"
+"""In the message if one tenant has no room: that says nothing of the server."""
 _LATE = grpc.StatusCode.DEADLINE_EXCEEDED.name
 
 
@@ -104,7 +106,7 @@ class StateClient:
         Raises:
             StateAwayError, StateRefusedError: it is not known whether that was done.
         """
-        await self._call("Claim", request, self.mirror, self.patient_s, may_be_full=True)
+        await self._call("Claim", request, self.mirror, self.patient_s)
 
     # Calls that a client's request waits for.
 
@@ -217,7 +219,8 @@ class StateClient:
             if error.code() in _REFUSALS:
                 breaker.note_success()
                 raise StateRefusedError(error.details() or error.code().name) from None
-            if may_be_full and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            is_full = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            if is_full and (may_be_full or _TENANTS_QUOTA in (error.details() or "")):
                 metrics.STATE_FAILURES.labels(error.code().name.lower()).inc()
                 breaker.note_success()
                 raise StateAwayError from None
