@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 from lockstep_api.v1 import state_pb2
+from lockstep_common.wire import varint
 
 from lockstep_state.backend import StoredStream
 from lockstep_state.logs import Log
@@ -132,13 +133,4 @@ _LOGPROBS = _number(state_pb2.ChoiceLog, "logprobs")
 @functools.lru_cache(_CACHED_PREFIXES)
 def _prefix(field: int, length: int) -> bytes:
     """What precedes the bytes of a field: its number with the wire type, and their length."""
-    return _varint(field << 3 | _LENGTH_DELIMITED) + _varint(length)
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+    return varint(field << 3 | _LENGTH_DELIMITED) + varint(length)

@@ -9,26 +9,18 @@ from collections.abc import Sequence
 
 from google.protobuf.message import Message
 from lockstep_api.v1 import worker_pb2
+from lockstep_common.wire import varint
 
 _LENGTH_DELIMITED = 2
 """Protobuf's wire type of messages."""
 _MAX_VARINTS = 1024
 """Lengths that are kept in their form: most frames have one of few."""
+_varint = functools.lru_cache(_MAX_VARINTS)(varint)
 
 
 def _tag(descriptor: object, field: str) -> bytes:
     number: int = descriptor.fields_by_name[field].number  # type: ignore[attr-defined]
     return _varint(number << 3 | _LENGTH_DELIMITED)
-
-
-@functools.lru_cache(_MAX_VARINTS)
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
 
 
 _SUBMIT = _tag(worker_pb2.RouterFrame.DESCRIPTOR, "submit")
