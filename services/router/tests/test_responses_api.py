@@ -272,10 +272,8 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments"
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1]"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": "required", "tools": [WEATHER]}, "tool_choice"),  # this worker takes no grammars
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"tool_choice": {"type": "function", "name": "x"}, "tools": [WEATHER]}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "markdown"}}}, "text.format.type"),
@@ -344,3 +342,20 @@ async def test_fields_that_ask_for_nothing_are_accepted(cluster):
     nothing |= {"reasoning": {"effort": None, "summary": "auto"}, "text": {"format": {"type": "text"}}}
     response = await cluster.client.post("/v1/responses", json=ASK | nothing)
     assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required", "tools": [WEATHER]}, "tool_choice"),
+        ({"tools": [WEATHER | {"strict": True}]}, "tools"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+    ],
+)
+async def test_workers_without_grammars_are_not_asked_for_one(make_cluster, fields, param):
+    model = model_of("thinking")
+    model["card"].grammar_engine = ""
+    cluster = await make_cluster(1, model=model)
+    response = await cluster.client.post("/v1/responses", json=ASK | fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert not cluster.workers[0].submits

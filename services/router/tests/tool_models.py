@@ -28,6 +28,8 @@ THINKING_TEMPLATE = (
     HERMES_TEMPLATE + "{%- if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
     "{% else %}<think>\n{% endif %}"
 )
+SELF_THINKING_TEMPLATE = HERMES_TEMPLATE + "{#- </think> #}"
+"""The model itself begins its reasoning, if it wants to."""
 LLAMA3_TEMPLATE = """\
 {%- for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>
 {% if tools and loop.first %}Respond in the format {"name": function name, "parameters": dictionary}.
@@ -66,6 +68,8 @@ MODELS = {
     "hermes": (HERMES_TEMPLATE, CHATML),
     "thinking": (THINKING_TEMPLATE, CHATML | {"<think>": False, "</think>": False}),
     "special thinking": (THINKING_TEMPLATE, dict.fromkeys([*CHATML, "<think>", "</think>"], True)),
+    "plain thinking": (THINKING_TEMPLATE, dict.fromkeys(["<|im_start|>", "<|im_end|>"], True)),
+    "self thinking": (SELF_THINKING_TEMPLATE, CHATML | {"<think>": False, "</think>": False}),
     "llama3": (
         LLAMA3_TEMPLATE,
         dict.fromkeys(["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"], True),
@@ -82,7 +86,7 @@ MODELS = {
 
 
 def model_of(name):
-    """The worker's arguments for a model: its tokenizer's files and its card."""
+    """The worker's arguments for a model: its tokenizer's files and its card. The worker takes grammars."""
     template, added = MODELS[name]
     files = tokenizer_files(template)
     tokenizer = json.loads((REFERENCE_MODEL / "tokenizer.json").read_bytes())
@@ -92,7 +96,10 @@ def model_of(name):
         for index, (text, special) in enumerate(added.items())
     ]
     files.tokenizer_json = json.dumps(tokenizer).encode()
-    return {"files": files, "card": model_card(vocab_size=VOCAB_SIZE + len(added), context_length=2048)}
+    return {
+        "files": files,
+        "card": model_card(vocab_size=VOCAB_SIZE + len(added), context_length=2048, grammar_engine="test"),
+    }
 
 
 def ids_of(tokenizer, text):

@@ -21,5 +21,10 @@ PRIORITIES = {"low": -1, "normal": 0, "high": 1}
 MAX_GRAMMAR_BYTES = 64 << 10
 """Largest text of a grammar, as UTF-8."""
 
+JSON_SCHEMA_OPTIONS = {"lenient": False, "whitespace_pattern": r"(\x20|\r?\n[\x20\t]{0,32})"}
+"""What a JSON schema means in a grammar, as options of llguidance. A keyword that has no effect is an error. White
+space is a space or a new line with its indentation: a model that may write more tends to write nothing else.
+"""
+
 NO_TOKENS = (1 << 32) - 1
 """As a position of `Journal.Read`, for all choices: a stream's record without its tokens, which costs little."""

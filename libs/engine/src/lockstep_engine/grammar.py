@@ -20,6 +20,7 @@ from functools import partial
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from lockstep_common.protocol import JSON_SCHEMA_OPTIONS
 
 from lockstep_engine.constraint import Constraint, MaskThreads, Vocabulary, as_failure, describe
 from lockstep_engine.deep_threads import DeepThreads
@@ -42,9 +43,6 @@ MAX_LIVE_BYTES = 1 << 30
 _GRAMMAR_BYTES = 64 << 10
 _BYTES_OF_A_CHAR = 1024
 """Memory of a compiled grammar, estimated: this much for each byte of its text."""
-_OPTIONS = {"lenient": False, "whitespace_pattern": r"(\x20|\r?\n[\x20\t]{0,32})"}
-"""A keyword of a schema that has no effect is an error. White space is a space or a new line with its indentation: a
-model that may write more tends to write nothing else."""
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
@@ -316,9 +314,9 @@ def _source(grammar: Grammar) -> str:
     """The grammar in llguidance's own form."""
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_OPTIONS)  # type: ignore[arg-type]
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_SCHEMA_OPTIONS)  # type: ignore[arg-type]
         case GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_OPTIONS)  # type: ignore[arg-type]
+            return LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_SCHEMA_OPTIONS)  # type: ignore[arg-type]
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.LARK:

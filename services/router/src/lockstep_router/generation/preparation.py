@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
 
+from lockstep_router.generation.answer_grammar import answer_grammar
 from lockstep_router.generation.parsing import Parsing, choose_parsing
 from lockstep_router.generation.prompts import Prompt, PromptEncoder
 from lockstep_router.generation.request import Conversation, GenerationRequest, PromptSource
 from lockstep_router.generation.sampling import derive_seed, resolve_sampling, with_seed
-from lockstep_router.generation.tool_grammar import forced_calls
+from lockstep_router.generation.tools import ToolUse
 from lockstep_router.streams.journal import Journal
 from lockstep_router.text.tokenizer import Tokenizer
 from lockstep_router.workers import Workers
@@ -24,7 +25,7 @@ BYTES_OF_AN_ID = 36
 """Memory of one token id in a list: the reference and the integer."""
 
 _FORMS_OF_TEXT = frozenset({"response_format", "text.format"})
-"""Fields whose grammar is about an answer's text alone: it has no say where the answer must be calls."""
+"""Fields whose grammar is about an answer's text: calls may take its place."""
 
 
 @dataclass
@@ -110,12 +111,8 @@ async def _prepare(
     may_wait_s = min(max_wait_s, request.caller.timeout_s or math.inf) - waited_s
     workers.within_wait(workers.ready(card.name, card.digest), may_wait_s, priority)
     use = request.tools
-    if request.sampling.HasField("grammar"):
-        _check_grammar(request.sampling.grammar.field, workers, card)
-        if use is not None and not (use.is_required and request.sampling.grammar.field in _FORMS_OF_TEXT):
-            raise invalid(request.sampling.grammar.field, "cannot be combined with tools")
-    elif use is not None and use.is_required:
-        _check_grammar("tool_choice", workers, card)
+    form = request.sampling.grammar if request.sampling.HasField("grammar") else None
+    _check_grammar(form, use, workers, card)
     samplings: list[inference_pb2.Sampling] = []
 
     def check(source: PromptSource, prompt: Prompt) -> None:
@@ -125,10 +122,12 @@ async def _prepare(
 
     encoded = await encoder.encode_all(request.prompts, tokenizer, card, keep_text=request.echo, check=check)
     parsing = choose_parsing(request.prompts[0], encoded[0].ids, tokenizer, card, encoder.formats)
-    if use is not None and use.is_required and parsing is not None:
-        samplings[0].grammar.CopyFrom(forced_calls(use, parsing, tokenizer))
-    elif request.sampling.HasField("grammar"):
-        parsing = None  # the answer is what the grammar describes, from its first character on
+    if parsing is not None:
+        grammar = answer_grammar(form, use, parsing, tokenizer)
+        if grammar is not None:
+            samplings[0].grammar.CopyFrom(grammar)
+        elif form is not None:
+            parsing = None  # the answer is what the grammar describes, from its first character on
     base, caller = workers.rng.randbytes(12).hex(), request.caller
     journals: list[Journal] = []
     for index, (prompt, sampling) in enumerate(zip(encoded, samplings, strict=True)):
@@ -170,10 +169,20 @@ async def _prepare(
     )
 
 
-def _check_grammar(field: str, workers: Workers, card: worker_pb2.ModelCard) -> None:
-    """Raise INVALID_REQUEST if no worker of the model takes grammars; `field` is what needs one. A worker that starts
-    does not know it yet: while none is ready, the request waits.
+def _check_grammar(
+    form: inference_pb2.Grammar | None, use: ToolUse | None, workers: Workers, card: worker_pb2.ModelCard
+) -> None:
+    """Raise INVALID_REQUEST if the form of the text cannot be combined with tools, or if a grammar is needed and no
+    worker of the model takes any. A worker that starts does not know it yet: while none is ready, the request waits.
     """
+    if form is not None:
+        field = form.field
+        if use is not None and field not in _FORMS_OF_TEXT:
+            raise invalid(field, "cannot be combined with tools")
+    elif use is None or use.is_free:
+        return
+    else:
+        field = "tool_choice" if use.is_required else "tools"
     is_ready = workers.ready(card.name, card.digest)
     if not card.grammar_engine and is_ready and not workers.ready(card.name, card.digest, grammars=True):
         raise invalid(field, f"is not supported by the workers of {card.name!r}")

@@ -43,6 +43,11 @@ class ToolUse:
     is_parallel: bool = True
     """The answer may have several calls."""
 
+    @property
+    def is_free(self) -> bool:
+        """Whether the model decides about calls and their arguments by itself."""
+        return not self.is_required and not any(tool.strict for tool in self.tools)
+
 
 @dataclass(frozen=True)
 class ToolCall:

@@ -31,7 +31,7 @@ class FunctionDefinition(Strict):
     description: str | None = Field(None, max_length=MAX_DESCRIPTION_CHARS, description="What it does, for the model.")
     parameters: JsonObject | None = Field(None, description="A JSON schema of its arguments.")
     strict: bool | None = Field(
-        None, description="Changes nothing: arguments of a required call conform to the schema in any case."
+        None, description="Arguments conform to the schema with `auto` too; those of a required call do in any case."
     )
 
 
