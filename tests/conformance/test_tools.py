@@ -29,6 +29,15 @@ class Add(BaseModel):
     numbers: Annotated[list[Annotated[int, Field(ge=0, le=99)]], Field(min_length=1, max_length=4)]
 
 
+class Report(BaseModel):
+    """What an answer is if it is no call."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Literal["Rome", "Oslo"]
+    rain: bool
+
+
 KINDS = {"Weather": Weather, "Add": Add}
 TOOLS = [openai.pydantic_function_tool(kind) for kind in KINDS.values()]
 CHAT: dict[str, Any] = {
@@ -134,3 +143,16 @@ async def test_responses_have_parsed_calls(client: openai.OpenAI, other: openai.
     done = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
     assert done == arguments
     check_response(await other.responses.parse(**ASK, **seed))
+
+
+def test_an_answer_has_calls_that_conform_or_the_form(client: openai.OpenAI) -> None:
+    free = CHAT | {"tool_choice": "auto", "response_format": Report}
+    found = set()
+    for seed in range(16):
+        message = client.chat.completions.parse(**free, seed=seed).choices[0].message
+        found.add(bool(message.tool_calls))
+        if message.tool_calls:
+            check_message(message)
+        else:
+            assert isinstance(message.parsed, Report)
+    assert found == {True, False}, "seeds are needed with which it is both"
