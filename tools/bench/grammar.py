@@ -46,6 +46,16 @@ _SCHEMA = {
 GRAMMARS = {
     "JSON object": Grammar(GrammarKind.JSON_OBJECT),
     "JSON schema": Grammar(GrammarKind.JSON_SCHEMA, json.dumps(_SCHEMA)),
+    "reasoning, then a JSON object": Grammar(
+        GrammarKind.LARK,
+        'start: thought /[ \\n]{0,4}/ form\nform: %json {"type": "object"}\nthought[lazy]: /(?s:.*)<\\/think>/',
+    ),
+    "text with strict calls": Grammar(
+        GrammarKind.LARK,
+        'start: (marked "\\n" call "\\n" "</tool_call>")* TEXT\nmarked[lazy]: /(?s:.*)<tool_call>/\n'
+        "TEXT: /(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/\n"
+        'call: %json {"properties": {"name": {"const": "f"}, "arguments": {}}, "additionalProperties": false}',
+    ),
     "regex": Grammar(GrammarKind.REGEX, "([A-Z][a-z]+( [a-z]+){0,12}[.!?] ?)+"),
     "slow Lark": Grammar(GrammarKind.LARK, 'start: start start | "a" | " "'),
 }
