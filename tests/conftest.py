@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from machine import be_subreaper
+from slow_steps import SlowSteps, slow_steps_in
 
 _SUMMARY = "summary"
 
@@ -48,6 +49,13 @@ def summarize(record_property: Callable[[str, object], None]) -> Callable[[str],
 @pytest.fixture(scope="session", autouse=True)
 def _subreaper() -> None:
     be_subreaper()
+
+
+@pytest.fixture(scope="module")
+def slow_steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlowSteps]:
+    """Of the workers of this module. A fixture that starts them has to ask for it."""
+    with slow_steps_in(tmp_path_factory.mktemp("slow-steps")) as steps:
+        yield steps
 
 
 @pytest.fixture(scope="module")

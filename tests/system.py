@@ -1,5 +1,6 @@
 """A running Lockstep seen from outside: reads the router's status, and waits for changes of it."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ REFERENCE = Path(__file__).parents[1] / "models/reference"
 MODEL = REFERENCE.name
 _PLAIN = False
 """As httpx's `verify`: to load the system's certificates, which plain HTTP does not need, takes 30 ms."""
+_ROUNDING_S = 0.001
+"""Of a lag in a router's status."""
 MOST_TOKENS = 1900
 """Tokens that a stream can have after a short prompt, in the reference model's context of 2,048."""
 
@@ -104,6 +107,20 @@ class System:
 
         workers = self.until(lambda all_: any(map(serves, all_.values())), "something runs", within_s)
         return next(worker for worker in workers.values() if serves(worker))
+
+
+async def until_mirrored(management_urls: list[str]) -> None:
+    """Wait until the state server has all that streams of these routers had when this was called."""
+    began_s, missing = time.monotonic(), set(management_urls)
+    async with httpx.AsyncClient(trust_env=False, verify=_PLAIN) as client:
+        while missing:
+            for url in sorted(missing):
+                asked_s = time.monotonic()
+                state = (await client.get(f"{url}/status")).json()["router"]["state"]
+                assert asked_s < began_s + PATIENCE_S, state
+                if asked_s - state["lag_s"] > began_s + _ROUNDING_S:
+                    missing.remove(url)
+            await asyncio.sleep(0.01)
 
 
 def all_ready(workers: dict[str, Json]) -> bool:

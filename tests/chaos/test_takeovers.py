@@ -19,15 +19,14 @@ import httpx
 import pytest
 from killing import percentile
 from lockstep_client import AsyncLockstepClient, Finish, LockstepError, Policy, TextPiece, Usage
-from machine import PATIENCE_S, left_since, traces
+from machine import left_since, traces
 from paced import Paced
 from redis_server import RedisServer
 from store_faults import faults_of
+from system import until_mirrored
 
 _WHOLE_S = 300.0
 _SILENCE_S = 1.0
-_ROUNDING_S = 0.001
-"""Of a lag in a router's status."""
 _STATE_TIMEOUT_S = 1.0
 """More than a router's default: streams have to be mirrored before they can be lost, on machines of any speed."""
 POLICY = Policy(retries=40, timeout_s=_WHOLE_S, on_lost="error")
@@ -159,20 +158,6 @@ async def run_streams(
         }
         raise AssertionError(f"events of the streams that did not end, and seconds since the last: {silent}") from None
     return all_received, killed_at
-
-
-async def until_mirrored(management_urls: list[str]) -> None:
-    """Wait until the state server has all that streams had when this was called."""
-    began_s, missing = time.monotonic(), set(management_urls)
-    async with httpx.AsyncClient(trust_env=False) as client:
-        while missing:
-            for url in sorted(missing):
-                asked_s = time.monotonic()
-                state = (await client.get(f"{url}/status")).json()["router"]["state"]
-                assert asked_s < began_s + PATIENCE_S, state
-                if asked_s - state["lag_s"] > began_s + _ROUNDING_S:
-                    missing.remove(url)
-            await asyncio.sleep(0.01)
 
 
 def takeovers(management_url: str) -> int:

@@ -1,5 +1,6 @@
 """`lockstep serve` as its users run it: a command with an output, a Ctrl-C, and an exit code."""
 
+import asyncio
 import os
 import re
 import signal
@@ -9,14 +10,16 @@ import tarfile
 from pathlib import Path
 from typing import Self
 
+import httpx
 import psutil
-from machine import bury_orphans, descendants, title, wait_for
-from system import REFERENCE, System
+from lockstep_tools.debug.local import below
+from machine import PATIENCE_S, bury_orphans, descendants, title, wait_for
+from system import REFERENCE, System, until_mirrored
 
 COMMAND = (sys.executable, "-m", "lockstep_tools.cli")
 
-_START_S = 60.0
-_END_S = 20.0
+START_S = 60.0
+END_S = 20.0
 
 
 class Serve:
@@ -78,9 +81,11 @@ class Serve:
 
         def introduced() -> re.Match[str] | None:
             assert self.process.poll() is None, self.notes
-            return re.search(r"^API +(http://\S+)/v1\nmanage +(http://\S+) ", self.output, re.MULTILINE)
+            # `stop` is the last row: tests read the others too.
+            rows = r"^API +(http://\S+)/v1\nmanage +(http://\S+) .*^stop "
+            return re.search(rows, self.output, re.MULTILINE | re.DOTALL)
 
-        match = wait_for(introduced, "lockstep serve is ready", _START_S)
+        match = wait_for(introduced, "lockstep serve is ready", START_S)
         assert match is not None
         self.system = System(match[1], match[2])
         return self
@@ -91,14 +96,20 @@ class Serve:
         assert match is not None
         return [url.removesuffix("/v1") for url in match[1].split(", ")]
 
+    def until_mirrored(self) -> None:
+        """Wait until the state server has all that streams have now: a router that is killed loses nothing then."""
+        with httpx.Client(timeout=PATIENCE_S, trust_env=False, verify=False) as client:
+            urls = [each.url for each in below(client, self.pid) if each.name.startswith("router")]
+        asyncio.run(until_mirrored(urls))
+
     def interrupt(self, *signals: signal.Signals) -> None:
         """Signals as a terminal or a supervisor sends them."""
         for number in signals:
             self.process.send_signal(number)
 
-    def end(self) -> int:
+    def end(self, within_s: float = END_S) -> int:
         """Wait for its end; the exit code."""
-        return self.process.wait(_END_S)
+        return self.process.wait(within_s)
 
     def kill(self) -> list[str]:
         """Send SIGKILL; describes the processes that still run 2 s later."""

@@ -110,8 +110,9 @@ def drawing(system: System, name: str, folder: Path) -> tuple[str, list[str]]:
 @pytest.mark.slow
 def test_a_slow_redis(system: System, redis: TcpProxy, tmp_path: Path) -> None:
     fields = {"prompt": "canary", "max_tokens": 5}
-    usual_s = min(complete(system, 1, "usual", **fields), complete(system, 2, "usual", **fields))
-    delay_s = min(2 * usual_s, 0.24 * REDIS_TIMEOUT_S)  # each way; a use of Redis has two ways
+    complete(system, 1, "usual", **fields)  # connects to Redis
+    # Each way; a use of Redis has two ways, so it takes 4.8 s: longer than a pause of a process of a busy machine.
+    delay_s = 0.24 * REDIS_TIMEOUT_S
     redis.delay_s = (delay_s, delay_s)
     try:
         complete(system, 3, "slow-redis", **fields)

@@ -18,7 +18,8 @@ from machine import wait_for
 from minutes import until_room_s
 from redis_server import RedisServer
 from scraper import PATIENCE_S, Prometheus, queries
-from system import MODEL, MOST_TOKENS, REFERENCE, System
+from slow_steps import SLOW_TOKENS, SlowSteps
+from system import MODEL, REFERENCE, System
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("private_tmp")]
 
@@ -42,7 +43,7 @@ def redis(folder: Path) -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="module")
-def stack(redis: RedisServer, folder: Path) -> Iterator[Stack]:
+def stack(redis: RedisServer, folder: Path, slow_steps: SlowSteps) -> Iterator[Stack]:
     """Two routers with keys of two tenants, two workers of two ranks, and a state server with Redis."""
     tenants = [tenant("search", KEY, 100_000), tenant("limited", LIMITED_KEY, 1)]
     keys = folder / "keys.yaml"
@@ -132,17 +133,18 @@ def begun(url: str, tokens: int) -> Iterator[tuple[httpx.Response, Iterator[str]
         yield answer, lines
 
 
-def harm(stack: Stack, system: System) -> None:
+def harm(stack: Stack, system: System, slow_steps: SlowSteps) -> None:
     """What goes wrong: a rank dies below a stream, a tenant is at its limit, and a router is full."""
-    with begun(stack.url, 400) as (_, lines):
+    with slow_steps.during(), begun(stack.url, SLOW_TOKENS) as (_, lines):
         psutil.Process(system.serving(PATIENCE_S)["ranks"][1]["pid"]).kill()
+        slow_steps.end()
         for _ in lines:
             pass
     time.sleep(until_room_s())
     assert [ask(stack.url, LIMITED_KEY) for _ in range(2)] == [200, 429]
-    with ExitStack() as held:
+    with slow_steps.during(), ExitStack() as held:
         for _ in range(MOST_STREAMS):
-            held.enter_context(begun(stack.url, MOST_TOKENS))
+            held.enter_context(begun(stack.url, SLOW_TOKENS))
         assert ask(stack.url) == 503
     system.until_ready(PATIENCE_S)
 
@@ -167,7 +169,7 @@ def without_data(prometheus: Prometheus, stack: Stack, known: Collection[str]) -
     return unknown | {each for each in known if not any(where.startswith(each) for where in missing)}
 
 
-def test_each_query_returns_data(stack: Stack, system: System, prometheus: Prometheus) -> None:
+def test_each_query_returns_data(stack: Stack, system: System, prometheus: Prometheus, slow_steps: SlowSteps) -> None:
     """In a healthy service all but those of faults, too: a panel that is empty until something fails says nothing."""
     load(stack)
     # A rate needs a change between two scrapes, and all of this load may have come before the first.
@@ -175,5 +177,5 @@ def test_each_query_returns_data(stack: Stack, system: System, prometheus: Prome
     wait_for(lambda: prometheus.has_data(counted), "requests are scraped", PATIENCE_S)
     load(stack)
     assert without_data(prometheus, stack, AFTER_FAULTS.keys() | OTHER_STACK.keys()) == set()
-    harm(stack, system)
+    harm(stack, system, slow_steps)
     assert without_data(prometheus, stack, OTHER_STACK.keys()) == set()

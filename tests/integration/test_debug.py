@@ -14,6 +14,7 @@ import pytest
 from lockstep_tools.serving.stack import Stack, StackSettings
 from machine import wait_for
 from serving import debug_bundle
+from slow_steps import SLOW_TOKENS, SlowSteps
 from system import MODEL, REFERENCE, System
 
 HUNG_S = 120.0
@@ -21,7 +22,7 @@ HUNG_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def system() -> Iterator[tuple[System, Stack]]:
+def system(slow_steps: SlowSteps) -> Iterator[tuple[System, Stack]]:
     """A worker with two ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_DECODE_DEADLINE_S", str(HUNG_S))
@@ -41,12 +42,13 @@ def rank_pids(system: System) -> list[int]:
 
 
 @pytest.fixture
-def running(system: tuple[System, Stack]) -> Iterator[threading.Thread]:
+def running(system: tuple[System, Stack], slow_steps: SlowSteps) -> Iterator[threading.Thread]:
     """A request that runs for as long as the test."""
-    request = threading.Thread(target=complete, args=(system[0], 600), daemon=True)
-    request.start()
-    system[0].until(lambda workers: workers["w0"]["running"] == 1, "the request runs")
-    yield request
+    request = threading.Thread(target=complete, args=(system[0], SLOW_TOKENS), daemon=True)
+    with slow_steps.during():
+        request.start()
+        system[0].until(lambda workers: workers["w0"]["running"] == 1, "the request runs")
+        yield request
     request.join(HUNG_S)
 
 

@@ -11,12 +11,13 @@ import pytest
 from lockstep_tools.load.endpoint import Endpoint
 from lockstep_tools.load.generator import record
 from lockstep_tools.load.history import History, StreamRequest, violations
-from machine import left_since, traces
+from machine import left_since, traces, wait_for
 from serving import Serve
+from slow_steps import SLOW_TOKENS, SlowSteps
 from system import MODEL, Json, System
 
-STREAM_S = 2.5
-"""Length of a stream on this machine, whatever its speed: the fault has to hit the stream in its middle."""
+BEFORE_FAULT = 30
+"""Tokens before the fault, each of which takes 50 ms: the fault has to hit a stream in its middle."""
 BODY = {
     "model": MODEL,
     "prompt": "It was a dark night, and",
@@ -31,7 +32,7 @@ STEP_DEADLINE_S = 5.0
 
 
 @pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory, private_tmp: object) -> Iterator[System]:
+def system(tmp_path_factory: pytest.TempPathFactory, private_tmp: object, slow_steps: SlowSteps) -> Iterator[System]:
     """Two workers with two ranks each, behind `lockstep serve`."""
     before = traces()
     with Serve(tmp_path_factory.mktemp("serve"), "--workers", "2", "--tp", "2") as serve:
@@ -45,7 +46,7 @@ def system(tmp_path_factory: pytest.TempPathFactory, private_tmp: object) -> Ite
 @pytest.fixture(scope="module")
 def undisturbed(system: System) -> History:
     """The same stream undisturbed."""
-    request = StreamRequest("/completions", BODY | {"max_tokens": system.tokens_lasting(STREAM_S)})
+    request = StreamRequest("/completions", BODY | {"max_tokens": SLOW_TOKENS})
     history = asyncio.run(stream(system, History(request)))
     assert violations(history, require_ids=True) == []
     assert history.tokens == request.body["max_tokens"]
@@ -67,12 +68,17 @@ async def stream(system: System, history: History) -> History:
 
 
 class Disturbed:
-    """A stream with a fault in its middle. `async with` waits for the middle, and for the end."""
+    """A stream with a fault in its middle. `async with` waits for the middle, and for the end; steps are slow until
+    its block has ended, or has ended them.
+    """
 
-    def __init__(self, system: System, undisturbed: History, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, system: System, slow_steps: SlowSteps, undisturbed: History, headers: dict[str, str] | None = None
+    ) -> None:
         asked = undisturbed.request
         self.history = History(StreamRequest(asked.path, asked.body, headers or {}))
         self._system = system
+        self._slow_steps = slow_steps
         self._undisturbed = undisturbed
         self._failovers = system.router()["failovers"]
         self.worker: Json = {}
@@ -80,8 +86,9 @@ class Disturbed:
         self.disturbed_s = 0.0
 
     async def __aenter__(self) -> "Disturbed":
+        self._slow_steps.begin()
         self._task = asyncio.create_task(stream(self._system, self.history))
-        while len(self.history.spoken) < 60:
+        while len(self.history.spoken) < BEFORE_FAULT:
             assert not self._task.done(), self.history.error
             await asyncio.sleep(0.01)
         self.worker = await asyncio.to_thread(self._system.serving)
@@ -89,6 +96,7 @@ class Disturbed:
         return self
 
     async def __aexit__(self, kind: object, *_: object) -> None:
+        self._slow_steps.end()
         if kind is not None:
             self._task.cancel()
             return
@@ -106,8 +114,8 @@ class Disturbed:
         return self._system.router()["failovers"] - self._failovers
 
 
-async def test_a_killed_rank(system: System, undisturbed: History) -> None:
-    async with Disturbed(system, undisturbed) as disturbed:
+async def test_a_killed_rank(system: System, slow_steps: SlowSteps, undisturbed: History) -> None:
+    async with Disturbed(system, slow_steps, undisturbed) as disturbed:
         os.kill(disturbed.worker["ranks"][1]["pid"], signal.SIGKILL)
     after = system.until_ready()[disturbed.worker["id"]]
     assert disturbed.moves == 1
@@ -116,8 +124,8 @@ async def test_a_killed_rank(system: System, undisturbed: History) -> None:
 
 
 @pytest.mark.slow
-async def test_a_killed_worker_is_started_again(system: System, undisturbed: History) -> None:
-    async with Disturbed(system, undisturbed) as disturbed:
+async def test_a_killed_worker_is_started_again(system: System, slow_steps: SlowSteps, undisturbed: History) -> None:
+    async with Disturbed(system, slow_steps, undisturbed) as disturbed:
         ranks = [psutil.Process(rank["pid"]) for rank in disturbed.worker["ranks"]]
         os.kill(disturbed.worker["pid"], signal.SIGKILL)
     assert disturbed.moves == 1
@@ -128,7 +136,7 @@ async def test_a_killed_worker_is_started_again(system: System, undisturbed: His
     assert after["incarnation"] > disturbed.worker["incarnation"]
 
 
-async def test_a_rank_that_dies_while_a_stream_has_a_grammar(system: System) -> None:
+async def test_a_rank_that_dies_while_a_stream_has_a_grammar(system: System, slow_steps: SlowSteps) -> None:
     """The other worker goes on at the same place of the grammar: the text is that of the undisturbed stream."""
     rest = {"seed": 4, "ignore_eos": True, "max_tokens": 400, "response_format": {"type": "json_object"}}
     request = StreamRequest("/completions", BODY | rest)
@@ -136,13 +144,13 @@ async def test_a_rank_that_dies_while_a_stream_has_a_grammar(system: System) -> 
     assert violations(alone, require_ids=True) == []
     assert alone.text().startswith("{")
     assert alone.tokens > 150
-    async with Disturbed(system, alone) as disturbed:
+    async with Disturbed(system, slow_steps, alone) as disturbed:
         os.kill(disturbed.worker["ranks"][1]["pid"], signal.SIGKILL)
     assert disturbed.moves == 1
 
 
-async def test_a_hung_rank_is_named_and_replaced(system: System, undisturbed: History) -> None:
-    async with Disturbed(system, undisturbed) as disturbed:
+async def test_a_hung_rank_is_named_and_replaced(system: System, slow_steps: SlowSteps, undisturbed: History) -> None:
+    async with Disturbed(system, slow_steps, undisturbed) as disturbed:
         worker_id, hung = disturbed.worker["id"], disturbed.worker["ranks"][0]["pid"]
         os.kill(hung, signal.SIGSTOP)
         found = await asyncio.to_thread(system.until_state, worker_id, "restarting", within_s=10)
@@ -153,11 +161,12 @@ async def test_a_hung_rank_is_named_and_replaced(system: System, undisturbed: Hi
     assert not psutil.pid_exists(hung)
 
 
-async def test_a_worker_that_falls_silent(system: System, undisturbed: History) -> None:
-    async with Disturbed(system, undisturbed) as disturbed:
+async def test_a_worker_that_falls_silent(system: System, slow_steps: SlowSteps, undisturbed: History) -> None:
+    async with Disturbed(system, slow_steps, undisturbed) as disturbed:
         os.kill(disturbed.worker["pid"], signal.SIGSTOP)
         try:
-            await asyncio.to_thread(system.until_state, disturbed.worker["id"], "silent", within_s=4)
+            await asyncio.to_thread(system.until_state, disturbed.worker["id"], "silent", within_s=10)
+            slow_steps.end()
             while disturbed.history.ended_s is None:
                 await asyncio.sleep(0.01)
         finally:
@@ -169,13 +178,16 @@ async def test_a_worker_that_falls_silent(system: System, undisturbed: History) 
 
 
 @pytest.mark.slow
-async def test_a_worker_that_gets_sigterm_finishes_or_hands_over(system: System, undisturbed: History) -> None:
-    """So many streams that the drain is over before they are."""
+async def test_a_worker_that_gets_sigterm_finishes_or_hands_over(
+    system: System, slow_steps: SlowSteps, undisturbed: History
+) -> None:
+    """Steps are slow until the drain is over, so that it is before the streams are."""
     session = {"X-Session-ID": "one for all"}
     same = StreamRequest(undisturbed.request.path, undisturbed.request.body, session)
     others = [asyncio.create_task(stream(system, History(same))) for _ in range(9)]
-    async with Disturbed(system, undisturbed, session) as disturbed:
+    async with Disturbed(system, slow_steps, undisturbed, session) as disturbed:
         os.kill(disturbed.worker["pid"], signal.SIGTERM)
+        await asyncio.to_thread(wait_for, lambda: disturbed.moves, "the drain is over")
     for history in await asyncio.gather(*others):
         assert violations(history, reference=undisturbed.text(), require_ids=True) == []
         assert history.tokens == undisturbed.tokens
@@ -184,9 +196,9 @@ async def test_a_worker_that_gets_sigterm_finishes_or_hands_over(system: System,
     assert disturbed.gap_s < STEP_DEADLINE_S
 
 
-async def test_all_workers_killed_at_once(system: System, undisturbed: History) -> None:
+async def test_all_workers_killed_at_once(system: System, slow_steps: SlowSteps, undisturbed: History) -> None:
     """The stream waits until one of them is ready again."""
-    async with Disturbed(system, undisturbed) as disturbed:
+    async with Disturbed(system, slow_steps, undisturbed) as disturbed:
         for worker in system.workers().values():
             os.kill(worker["pid"], signal.SIGKILL)
     assert disturbed.moves in (1, 2)  # it may have gone to the second one before that was dead

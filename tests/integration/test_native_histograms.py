@@ -13,7 +13,7 @@ import httpx
 import pytest
 from lockstep_tools.serving.stack import Stack, StackSettings
 from machine import wait_for
-from scraper import PATIENCE_S, Prometheus, service_targets
+from scraper import LONGEST, PATIENCE_S, Prometheus, service_targets
 from system import MODEL, REFERENCE
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("private_tmp")]
@@ -46,10 +46,9 @@ def ask(stack: Stack) -> None:
     assert answer.status_code == 200
 
 
-def value(prometheus: Prometheus, query: str) -> float | None:
-    """The number that a query returns; None: nothing."""
-    found = prometheus.query(query)
-    return float(found[0]["value"][1]) if found else None
+def value(prometheus: Prometheus, query: str) -> float:
+    """The number that a query returns. After a scrape that has failed there is none until the next one."""
+    return float(wait_for(lambda: prometheus.query(query), f"{query} has a value", PATIENCE_S)[0]["value"][1])
 
 
 def until(prometheus: Prometheus, query: str, expected: float) -> None:
@@ -88,19 +87,22 @@ def test_both_forms_have_the_same_counts(stack: Stack, tmp_path: Path):
         # How many deliveries there were is not known beforehand: the classic form says it.
         between = value(classic, f"sum({BETWEEN}_count)")
         until(native, f"sum(histogram_count({BETWEEN}))", between)
-        median_s = value(native, f"histogram_quantile(0.5, sum(rate({BETWEEN}[1m])))")
-        assert median_s is not None
+        median_s = value(native, f"histogram_quantile(0.5, sum(rate({BETWEEN}[{LONGEST}])))")
         assert 0 < median_s < took_s
-        below = f'sum(rate({BETWEEN}_bucket{{le="%s"}}[1m])) / sum(rate({BETWEEN}_count[1m]))'
+        below = f'sum(rate({BETWEEN}_bucket{{le="%s"}}[{LONGEST}])) / sum(rate({BETWEEN}_count[{LONGEST}]))'
         bounds = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
         shares = {bound: value(classic, below % bound) for bound in bounds}
-        upper = next(bound for bound, share in shares.items() if share is not None and share >= 0.5)
-        lower = max((bound for bound, share in shares.items() if share is not None and share < 0.5), default=0.0)
+        upper = next(bound for bound, share in shares.items() if share >= 0.5)
+        lower = max((bound for bound, share in shares.items() if share < 0.5), default=0.0)
         assert lower / ABOVE_BASE <= median_s <= upper * ABOVE_BASE
 
         # Each process of the router has series of its own, beside what the supervisor knows.
-        assert {each["metric"]["process"] for each in native.query(FIRST_TOKEN)} == {"0", "1"}
-        assert value(native, "sum(lockstep_router_process_up)") == 2
+        until(native, "sum(lockstep_router_process_up)", 2)
+        wait_for(
+            lambda: {each["metric"]["process"] for each in native.query(FIRST_TOKEN)} == {"0", "1"},
+            "both processes have series",
+            PATIENCE_S,
+        )
         assert value(native, "sum(lockstep_router_generated_tokens_total)") == (BEFORE + AFTER) * TOKENS
         assert native.query(f"{FIRST_TOKEN}_bucket") == native.query(f"{FIRST_TOKEN}_count") == []
         assert classic.query(f"histogram_count({FIRST_TOKEN})") == []

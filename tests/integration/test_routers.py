@@ -9,11 +9,18 @@ import pytest
 from lockstep_client import Finish, LockstepClient, Policy, TextPiece, Usage
 from machine import left_since, title, traces, wait_for
 from serving import Serve
+from slow_steps import SLOW_TOKENS, SlowSteps
 from system import MODEL
 
 pytestmark = pytest.mark.usefixtures("private_tmp")
 
-FIELDS = {"model": MODEL, "prompt": "It was a dark night, and", "max_tokens": 400, "seed": 5, "ignore_eos": True}
+FIELDS = {
+    "model": MODEL,
+    "prompt": "It was a dark night, and",
+    "max_tokens": SLOW_TOKENS,
+    "seed": 5,
+    "ignore_eos": True,
+}
 POLICY = Policy(retries=30, timeout_s=120.0)
 
 
@@ -34,7 +41,7 @@ def kill_router_of(pair: Serve, urls: list[str]) -> None:
     raise AssertionError("no router listens there")
 
 
-def test_stream_goes_on_at_the_other_router(tmp_path: Path) -> None:
+def test_stream_goes_on_at_the_other_router(tmp_path: Path, slow_steps: SlowSteps) -> None:
     """Its client may not begin it again, so what continues it is the state server."""
     before = traces()
     with Serve(tmp_path, "--routers", "2") as pair:
@@ -47,7 +54,7 @@ def test_stream_goes_on_at_the_other_router(tmp_path: Path) -> None:
         text, ends, killed = "", [], False
         with LockstepClient([f"{url}/v1" for url in urls], policy=POLICY) as client:
             undisturbed = client.complete(**FIELDS).text
-        with LockstepClient([f"{url}/v1" for url in urls], policy=POLICY) as client:
+        with slow_steps.during(), LockstepClient([f"{url}/v1" for url in urls], policy=POLICY) as client:
             for event in client.complete(**FIELDS, stream=True, on_lost="error"):
                 if not isinstance(event, TextPiece):
                     ends.append(type(event))
@@ -55,7 +62,9 @@ def test_stream_goes_on_at_the_other_router(tmp_path: Path) -> None:
                 text += event.text
                 if not killed and len(text) > 60:
                     killed = True
+                    pair.until_mirrored()  # else the other router may not know it yet
                     kill_router_of(pair, urls)
+                    slow_steps.end()
         assert killed
         assert (text, ends) == (undisturbed, [Finish, Usage])
         pair.interrupt(signal.SIGINT)

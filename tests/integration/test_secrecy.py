@@ -23,6 +23,7 @@ from lockstep_tools.serving.stack import MEMORY, Stack, StackSettings
 from machine import wait_for
 from redis_server import RedisServer
 from serving import debug_bundle, run
+from slow_steps import SLOW_TOKENS, SlowSteps
 from system import MODEL, REFERENCE, System
 
 PROMPT = "canary-prompt-7f3a"
@@ -43,10 +44,11 @@ class Watched(NamedTuple):
     log: Path
     failures: Path
     """The folder of `quoting_errors`."""
+    slow_steps: SlowSteps
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def watched(tmp_path_factory: pytest.TempPathFactory, slow_steps: SlowSteps) -> Iterator[Watched]:
     """A worker with two ranks, a state server that encrypts what it keeps in Redis (in its memory, where there is no
     Redis), and a router that wants keys.
     """
@@ -77,7 +79,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         )  # fmt: skip
         with Stack(stack_settings, output=log) as stack:
             stack.wait_ready(PATIENCE_S)
-            yield Watched(System(stack.url, stack.management_url), folder / "log", failures)
+            yield Watched(System(stack.url, stack.management_url), folder / "log", failures, slow_steps)
 
 
 class Client:
@@ -139,11 +141,12 @@ def failed(client: Client, watched: Watched) -> None:
             60,
         )
         watched.system.until_ready()
-    running = threading.Thread(target=client.complete, args=(300,), daemon=True)
-    running.start()
-    watched.system.until(lambda workers: workers["w0"]["running"] == 1, "the request runs")
-    epoch = watched.system.worker("w0")["epoch"]
-    os.kill(watched.system.worker("w0")["ranks"][0]["pid"], signal.SIGSEGV)
+    running = threading.Thread(target=client.complete, args=(SLOW_TOKENS,), daemon=True)
+    with watched.slow_steps.during():
+        running.start()
+        watched.system.until(lambda workers: workers["w0"]["running"] == 1, "the request runs")
+        epoch = watched.system.worker("w0")["epoch"]
+        os.kill(watched.system.worker("w0")["ranks"][0]["pid"], signal.SIGSEGV)
     watched.system.until(lambda workers: workers["w0"]["epoch"] == epoch + 1, "the ranks are started again", 60)
     running.join(PATIENCE_S)
     assert not running.is_alive()

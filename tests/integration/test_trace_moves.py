@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import httpx
@@ -12,13 +11,14 @@ import psutil
 import pytest
 from machine import left_since, title, traces, wait_for
 from serving import Serve
+from slow_steps import SLOW_TOKENS, SlowSteps
 from spans import CALLERS_SPAN, Collector, check_edges, check_ranks, headers, named, spans_of
 from system import MODEL, System
 
 pytestmark = pytest.mark.slow
 
 RANKS = 2
-MOVES = 400
+MOVES = SLOW_TOKENS
 """Tokens of a stream that moves: at 50 ms each it lasts longer than a drain."""
 STAYS = 8
 """Tokens of a stream that ends in the time of a drain, 5 s, on a busy machine too."""
@@ -29,33 +29,24 @@ class Slow(NamedTuple):
     system: System
     serve: Serve
     receiver: Collector
-    file: Path
-    """While it exists, a step takes 50 ms."""
-
-    @contextmanager
-    def steps(self) -> Iterator[None]:
-        self.file.touch()
-        try:
-            yield
-        finally:
-            self.file.unlink(missing_ok=True)
+    steps: SlowSteps
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory, private_tmp: object, receiver: Collector) -> Iterator[Slow]:
+def slow(
+    tmp_path_factory: pytest.TempPathFactory, private_tmp: object, receiver: Collector, slow_steps: SlowSteps
+) -> Iterator[Slow]:
     """Two routers with a state server, before two workers with two ranks each."""
     before = traces()
     directory = tmp_path_factory.mktemp("serve")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{receiver.address}")
         patch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "slow_rank"), prepend=os.pathsep)
-        patch.setenv("SLOW_RANK_FILE", str(directory / "slow"))
         options = ("--routers", "2", "--workers", "2", "--tp", str(RANKS), "--log-level", "info")
         with Serve(directory, *options) as serve:
             system = serve.ready().system
             system.until_ready()
-            yield Slow(system, serve, receiver, directory / "slow")
+            yield Slow(system, serve, receiver, slow_steps)
             serve.interrupt(signal.SIGINT)
             assert serve.end() == 0
             assert "Traceback" not in serve.notes, serve.notes
@@ -91,13 +82,13 @@ def has_ended(slow: Slow, number: int) -> object:
 def test_a_drain_moves_what_does_not_end_in_its_time(slow: Slow) -> None:
     """Of two streams of a worker that drains one finishes there, and the other one on the other worker."""
     slow.system.until_idle(_PATIENCE_S)
-    with slow.steps(), begun(slow.system.url, 1, MOVES) as (_, long):
+    with slow.steps.during(), begun(slow.system.url, 1, MOVES) as (_, long):
         worker = slow.system.serving(_PATIENCE_S)
         with begun(slow.system.url, 2, STAYS) as (_, short):
             os.kill(worker["pid"], signal.SIGTERM)
             rest(short)
         wait_for(lambda: named(spans_of(slow.receiver, 1), "attempt"), "it has left the worker", _PATIENCE_S)
-        slow.file.unlink()
+        slow.steps.end()
         rest(long)
     for number in (1, 2):
         wait_for(lambda number=number: has_ended(slow, number), "the spans have come", _PATIENCE_S)
@@ -150,19 +141,20 @@ def test_a_trace_survives_its_router(slow: Slow) -> None:
     slow.system.until_ready(_PATIENCE_S)
     slow.system.until_idle(_PATIENCE_S)
     one, other = slow.serve.routers()
-    with slow.steps():
+    with slow.steps.during():
         with begun(one, 3, MOVES) as (response, lines):
             stream_id = response.headers["x-lockstep-stream-id"]
             psutil.Process(slow.system.serving(_PATIENCE_S)["ranks"][1]["pid"]).kill()
             (lost, *_) = wait_for(
                 lambda: named(spans_of(slow.receiver, 3), "attempt"), "the first attempt's span has come", _PATIENCE_S
             )
-            # So many come that the other attempt runs, and what it has given is in the state server.
+            # So many come that the other attempt runs.
             count = lost.attributes["lockstep.tokens"] + 8
             given = {
                 line for line, _ in zip((line for line in lines if line.startswith("id: ")), range(count), strict=False)
             }
             assert len(given) == count
+            slow.serve.until_mirrored()
             killed_router(slow.serve, one)
         with httpx.stream(
             "GET", f"{other}/v1/streams/{stream_id}", timeout=_PATIENCE_S, trust_env=False, headers=headers(4)
@@ -170,7 +162,7 @@ def test_a_trace_survives_its_router(slow: Slow) -> None:
             assert resumed.status_code == 200, resumed.read()
             lines = resumed.iter_lines()
             next(lines)
-            slow.file.unlink()
+            slow.steps.end()
             rest(lines)
     wait_for(lambda: named(spans_of(slow.receiver, 3), "takeover"), "the takeover's span has come", _PATIENCE_S)
     wait_for(lambda: named(spans_of(slow.receiver, 3), "request"), "the reader's span has come", _PATIENCE_S)

@@ -15,6 +15,7 @@ from lockstep_tools.debug.local import from_router
 from machine import left_since, traces, wait_for
 from otlp_receiver import Received
 from serving import Serve, run
+from slow_steps import SLOW_TOKENS, SlowSteps
 from spans import (
     CALLERS_SPAN,
     PARENTS,
@@ -44,7 +45,11 @@ class Traced(NamedTuple):
 
 @pytest.fixture(scope="module")
 def traced(
-    tmp_path_factory: pytest.TempPathFactory, private_tmp: object, receiver: Collector, collecting: Collecting
+    tmp_path_factory: pytest.TempPathFactory,
+    private_tmp: object,
+    receiver: Collector,
+    collecting: Collecting,
+    slow_steps: SlowSteps,
 ) -> Iterator[Traced]:
     """Two workers with two ranks each, that send their traces to a receiver."""
     before = traces()
@@ -108,16 +113,18 @@ def test_a_streamed_request_says_when_its_first_token_came(traced: Traced) -> No
         check_ranks(spans, decode, 2)
 
 
-def test_a_request_whose_worker_dies_is_one_trace_with_linked_attempts(traced: Traced, tmp_path: Path) -> None:
-    tokens = traced.system.tokens_lasting(3.0)
-    body = {"model": MODEL, "prompt": "canary", "max_tokens": tokens, "ignore_eos": True, "stream": True}
-    with httpx.stream(
+def test_a_request_whose_worker_dies_is_one_trace_with_linked_attempts(
+    traced: Traced, slow_steps: SlowSteps, tmp_path: Path
+) -> None:
+    body = {"model": MODEL, "prompt": "canary", "max_tokens": SLOW_TOKENS, "ignore_eos": True, "stream": True}
+    with slow_steps.during(), httpx.stream(
         "POST", f"{traced.system.api}/completions", json=body, timeout=60, trust_env=False,
         headers=headers(2) | {"x-request-id": "req-moved"},
     ) as response:  # fmt: skip
         lines = response.iter_lines()
         assert next(lines).startswith("data: {")
         psutil.Process(traced.system.serving()["ranks"][1]["pid"]).kill()
+        slow_steps.end()
         assert [line for line in lines if line][-1] == "data: [DONE]"
     wait_for(lambda: named(spans_of(traced.receiver, 2), "request"), "the request's span has come")
     wait_for(lambda: len(named(spans_of(traced.receiver, 2), "decode")) == 2, "both workers' spans have come")

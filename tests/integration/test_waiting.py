@@ -13,6 +13,7 @@ import httpx
 import pytest
 from otlp_receiver import Received, grpc_receiver
 from serving import Serve
+from slow_steps import SlowSteps
 from spans import headers as trace_headers
 from spans import named
 from system import MODEL, System
@@ -142,7 +143,7 @@ async def test_every_request_of_a_long_queue_is_answered_by_the_only_worker(
 
 @pytest.mark.slow
 async def test_two_hundred_requests_on_two_workers_survive_kills(
-    tmp_path: Path, short_deadlines: pytest.MonkeyPatch
+    tmp_path: Path, slow_steps: SlowSteps, short_deadlines: pytest.MonkeyPatch
 ) -> None:
     short_deadlines.setenv("LOCKSTEP_MAX_SEQS", "4")
     with grpc_receiver() as receiver:
@@ -150,7 +151,7 @@ async def test_two_hundred_requests_on_two_workers_survive_kills(
         short_deadlines.setenv("OTEL_TRACES_SAMPLER_ARG", "0")  # of requests without a trace
         with Serve(tmp_path, "--workers", "2", "--tp", "2") as serve:
             serve.ready()
-            killed = await answer_under_kills(serve, 200)
+            killed = await answer_under_kills(serve, slow_steps, 200)
             assert killed > 0
             assert serve.system.router()["failovers"] > 0
             serve.interrupt(signal.SIGINT)  # then all spans come, but for those of workers that were killed
@@ -161,23 +162,28 @@ async def test_two_hundred_requests_on_two_workers_survive_kills(
     assert overtaken == []
 
 
-async def answer_under_kills(serve: Serve, requests: int) -> int:
-    """All requests are answered; the number of processes that were killed meanwhile."""
+async def answer_under_kills(serve: Serve, slow_steps: SlowSteps, requests: int) -> int:
+    """All requests are answered; the number of processes that were killed meanwhile.
+
+    Steps are slow until the first kill: then most requests wait, on a fast machine too.
+    """
     async with client_of(serve.system) as client:
         calm = [await ask(client, number, 60) for number in range(8)]
-        running = []
-        for number in range(requests):
-            running.append(asyncio.create_task(ask(client, number, 60, trace=1 + number)))
-            await asyncio.sleep(0.01)  # so that their order is known
-        killed = 0
-        while killed < 4:
-            workers = await asyncio.to_thread(serve.system.until_ready)
-            if all(task.done() for task in running):
-                break
-            worker = workers[f"w{killed % 2}"]
-            os.kill(worker["ranks"][1]["pid"] if killed < 2 else worker["pid"], signal.SIGKILL)
-            killed += 1
-            await asyncio.sleep(0.5)
+        with slow_steps.during():
+            running = []
+            for number in range(requests):
+                running.append(asyncio.create_task(ask(client, number, 60, trace=1 + number)))
+                await asyncio.sleep(0.01)  # so that their order is known
+            killed = 0
+            while killed < 4:
+                workers = await asyncio.to_thread(serve.system.until_ready)
+                if all(task.done() for task in running):
+                    break
+                worker = workers[f"w{killed % 2}"]
+                os.kill(worker["ranks"][1]["pid"] if killed < 2 else worker["pid"], signal.SIGKILL)
+                slow_steps.end()
+                killed += 1
+                await asyncio.sleep(0.5)
         texts = await asyncio.gather(*running)
     assert texts[:8] == calm
     return killed

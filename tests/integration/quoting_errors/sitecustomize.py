@@ -6,7 +6,12 @@ such an error, once: the router when it encodes a prompt, the worker when it sub
 """
 
 import os
+import runpy
 import sys
+from pathlib import Path
+
+# Python imports only one file of this name: that of slow ranks is run by this one.
+runpy.run_path(str(Path(__file__).parents[1] / "slow_rank/sitecustomize.py"))
 
 folder = os.environ.get("QUOTING_ERRORS", "")
 

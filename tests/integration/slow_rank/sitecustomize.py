@@ -1,9 +1,9 @@
 """Faults of ranks, each while the file exists that a variable of the environment names. Python imports this at its
 start; only workers and their processes that fork ranks are changed. No service has a switch for any of it.
 
-SLOW_RANK_FILE: rank 1 computes 50 ms longer a step. RANK_PACE_FILE: before each collective every rank computes for as
-many ms as the file says for it, such as `20 26`; `{engine}` in its path is the engine's label. HELD_RANKS_FILE: ranks
-that start do not get further.
+SLOW_RANK_FILE: the last rank computes 50 ms longer a step. RANK_PACE_FILE: before each collective every rank computes
+for as many ms as the file says for it, such as `20 26`; `{engine}` in its path is the engine's label. HELD_RANKS_FILE:
+ranks that start do not get further.
 HASTY_FILE: profiles of an idle engine end after a second.
 """
 
@@ -19,7 +19,7 @@ if any("lockstep_engine.zygote" in argument for argument in sys.orig_argv) and "
     forward = Rank.forward
 
     def delayed(self, *arguments):
-        if self._spec.rank == 1 and os.path.exists(os.environ["SLOW_RANK_FILE"]):
+        if self._spec.rank == self._spec.config.tp - 1 and os.path.exists(os.environ["SLOW_RANK_FILE"]):
             time.sleep(DELAY_S)
         return forward(self, *arguments)
 
