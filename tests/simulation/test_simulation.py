@@ -4,9 +4,11 @@
 """
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
+import time
 import weakref
 from functools import partial
 from pathlib import Path
@@ -75,6 +77,13 @@ def test_same_seed_gives_the_same_trace():
     first, again = (World(make_plan(5)).run() for _ in range(2))
     assert first.trace_hash == again.trace_hash
     assert World(make_plan(6)).run().trace_hash != first.trace_hash
+
+
+def test_time_that_the_machine_takes_changes_nothing(monkeypatch):
+    plan = make_plan(5, Scale(requests=40, visits=0.8))
+    first = World(plan).run()
+    monkeypatch.setattr(time, "thread_time", partial(next, itertools.count(step=0.01)))  # a body takes 10 ms
+    assert World(plan).run().trace_hash == first.trace_hash
 
 
 @pytest.mark.parametrize("seed", [2, 3])

@@ -237,7 +237,7 @@ class World:
         Raises:
             Stuck: time stands still.
         """
-        with self._wall_clock(), self._log():
+        with self._clocks(), self._log():
             self._begin()
             try:
                 self._run()
@@ -293,23 +293,27 @@ class World:
         self.on_idle()
 
     @contextmanager
-    def _wall_clock(self) -> Iterator[None]:
-        """Let `time.time` give what the wall clock of the running process's machine shows."""
-        real = time.time
+    def _clocks(self) -> Iterator[None]:
+        """Let `time.time` give what the wall clock of the running process's machine shows, and let work take no time:
+        how long routers work on a body decides when they begin the next one, and real times differ in each run.
+        """
+        wall, thread, performance = time.time, time.thread_time, time.perf_counter
 
-        def show() -> float:
+        def show_wall() -> float:
             try:
                 loop = asyncio.get_running_loop()
             except RuntimeError:
-                return real()
+                return wall()
             offset_s = loop.wall_offset_s if isinstance(loop, ProcessLoop) else 0.0
             return _BASE_NS / 1e9 + self.kernel.now + offset_s
 
-        time.time = show
+        time.time = show_wall
+        time.thread_time = lambda: 0.0
+        time.perf_counter = lambda: self.kernel.now
         try:
             yield
         finally:
-            time.time = real
+            time.time, time.thread_time, time.perf_counter = wall, thread, performance
 
     @contextmanager
     def _log(self) -> Iterator[None]:
