@@ -17,7 +17,7 @@ from lockstep_engine.sizes import segment_bytes
 CAPACITY = 64 * 1024
 
 
-def run_ranks(size, work, capacity=CAPACITY):
+def run_ranks(size, work, capacity=CAPACITY, on_progress=lambda rank: None):
     """work(group) in one thread for each rank; their results in order."""
     fd = Mailbox.create(segment_bytes(size, capacity), "test")
     progress = [0] * size
@@ -26,6 +26,7 @@ def run_ranks(size, work, capacity=CAPACITY):
     def count(rank):
         def counted():
             progress[rank] += 1
+            on_progress(rank)
 
         return counted
 
@@ -128,13 +129,16 @@ def test_an_empty_tensor_is_summed():
 
 
 def test_time_spent_waiting_is_counted():
+    first_waits = threading.Event()
+
     def work(group):
         if group.rank == 1:
+            assert first_waits.wait(30)
             threading.Event().wait(0.1)
         group.all_reduce(torch.ones(4))
         return group.spent_ns
 
-    (waited, late), _ = run_ranks(2, work)
+    (waited, late), _ = run_ranks(2, work, on_progress=lambda rank: first_waits.set())
     assert waited > 80_000_000
     assert 0 < late < waited
 

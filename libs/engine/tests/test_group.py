@@ -182,8 +182,8 @@ async def test_the_deadline_of_a_step_begins_when_the_one_before_it_has_ended(gr
             while not listener.ready:
                 await asyncio.sleep(0.01)
             assert (listener.ready.step_s, listener.ready.token_s) == (2.0, 0.5), "the pace of the slowest rank"
-            ranks.execute(plan(1, takes_ms=4000), WAIT_S)
-            ranks.execute(plan(2, takes_ms=0), 3.0)
+            ranks.execute(plan(1, takes_ms=11_000), WAIT_S)
+            ranks.execute(plan(2, takes_ms=0), 10.0)
             assert ranks.in_flight == 2
             while ranks.in_flight:
                 await asyncio.sleep(0.01)
@@ -208,7 +208,7 @@ async def test_a_hang_is_blamed_on_the_rank_whose_device_stands_still(group_of, 
             await ranks.start()
             while not listener.ready:
                 await asyncio.sleep(0.01)
-            ranks.execute(plan(1, HANGS_ON_DEVICE), 1.0)
+            ranks.execute(plan(1, HANGS_ON_DEVICE), 5.0)
             while not listener.lost:
                 await asyncio.sleep(0.01)
     finally:

@@ -38,7 +38,7 @@ def sample(logits, samplings, allowed, draws, emitted=0):
     ).read()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),
     allowed=st.sets(st.integers(0, VOCAB - 1), min_size=1, max_size=20),

@@ -25,6 +25,8 @@ from specs import rank_spec
 from talking_zygote import CRASH, FLOOD, HANG, LOG, MESSAGE_BYTES, POUR, RAISE, STOP, WRITE
 
 WAIT_S = 60
+DEADLINE_S = 5.0
+"""Of a step in which a rank hangs: the others must have come further by then, however busy the machine is."""
 SPEC = rank_spec(tp=2, max_seqs=1, max_batch_tokens=16, context_length=16, start_timeout_s=60.0)
 RUN = f"import runpy; runpy.run_path({str(Path(__file__).with_name('talking_zygote.py'))!r}, run_name='__main__')"
 
@@ -253,9 +255,10 @@ async def test_an_exception_that_ends_a_rank_is_logged_without_what_it_quotes(gr
     assert "yranac" not in str([vars(record) for record in caplog.records])
 
 
-async def test_a_rank_that_hangs_tells_where(group):
+async def test_a_rank_that_hangs_tells_where(group, monkeypatch):
+    monkeypatch.setattr("lockstep_engine.group.STACK_DUMP_S", 4.0)
     _, listener, run, logged = group
-    await run(HANG, deadline_s=0.5)
+    await run(HANG, deadline_s=DEADLINE_S)
     assert "rank 1" in listener.lost[0]
     told = {record.rank: record.stack for record in logged("where the rank is")}
     assert "hang_here" in told[1]
@@ -263,12 +266,20 @@ async def test_a_rank_that_hangs_tells_where(group):
     assert [record.rank for record in logged("rank failed")] == [1]
 
 
-async def test_a_view_shows_where_a_rank_is_stopped_and_where_the_others_wait(group):
+def patient(monkeypatch):
+    """Give ranks more time for their stacks; what reads them goes on as soon as they are complete."""
+    monkeypatch.setattr("lockstep_engine.rank_output.CONTINUED_S", 30.0)
+    monkeypatch.setattr("lockstep_engine.group_output.VIEW_S", 30.0)
+
+
+async def test_a_view_shows_where_a_rank_is_stopped_and_where_the_others_wait(group, monkeypatch):
+    patient(monkeypatch)
     ranks, listener, run, _ = group
     await run(0)
     running = asyncio.create_task(run(STOP))
     pid = ranks.ranks[1].pid
     await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    await until(lambda: ranks.steps[0] == 2)
     assert ranks.step_since > 0
     first, second = await asyncio.to_thread(ranks.view)
     assert (first.steps, second.steps, first.collectives, second.collectives) == (2, 1, 2, 1)
@@ -282,9 +293,10 @@ async def test_a_view_shows_where_a_rank_is_stopped_and_where_the_others_wait(gr
     assert "run_rank" in ranks.view()[1].stack
 
 
-async def test_a_rank_that_stays_stopped_tells_where(group):
+async def test_a_rank_that_stays_stopped_tells_where(group, monkeypatch):
+    patient(monkeypatch)
     _, listener, run, logged = group
-    await run(STOP, deadline_s=0.5)
+    await run(STOP, deadline_s=DEADLINE_S)
     assert "rank 1" in listener.lost[0]
     told = {record.rank: record for record in logged("where the rank is")}
     assert told[1].process_state == "stopped"

@@ -177,11 +177,11 @@ async def test_a_worker_that_drains_does_not_wait_for_a_store_that_is_away(path,
 
 async def test_a_worker_that_drains_goes_on_with_a_store_that_was_away_for_a_moment(path, monkeypatch):
     monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 3600.0)
-    monkeypatch.setattr("lockstep_engine.remote_tier.AWAY_S", 1.0)
+    monkeypatch.setattr("lockstep_engine.remote_tier.AWAY_S", 4.0)
     worker, store, draining = await drain_into_a_full_store(path, is_away=True)
     await asyncio.sleep(0.05)
     store.is_away = False
-    await asyncio.sleep(1.3)
+    await asyncio.sleep(4.3)
     assert not draining.done()
     store.room = None
     async with asyncio.timeout(60):

@@ -53,7 +53,7 @@ from lockstep_engine.rank_process import RankProcess, common_blocks, common_read
 from lockstep_engine.step_deadlines import StepDeadlines
 from lockstep_engine.zygote_process import ZygoteProcess
 
-_STACK_DUMP_S = 0.3
+STACK_DUMP_S = 0.3
 """Time for hung ranks to write their stacks before they are killed."""
 _END_TIMEOUT_S = 15.0
 """Time for killed ranks to end: a device's memory is given back until then."""
@@ -436,7 +436,7 @@ class RankGroup:
         self._output.ask_stacks()
         reason = f"rank {hung} (pid {self.ranks[hung].pid}) {what} for {time.monotonic() - since:.1f} s"
         reason += f"; {why}" if why else ""
-        self._deadlines.call_later(_STACK_DUMP_S, self._lose_hung, reason, hung)
+        self._deadlines.call_later(STACK_DUMP_S, self._lose_hung, reason, hung)
 
     def _lose_hung(self, reason: str, hung: int) -> None:
         """Log where each rank is, then lose the group."""

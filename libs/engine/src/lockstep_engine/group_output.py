@@ -14,7 +14,7 @@ from lockstep_engine.rank_process import RankProcess
 
 logger = logging.getLogger("lockstep.rank")
 
-_VIEW_S = 0.5
+VIEW_S = 0.5
 """Time for ranks to write their stacks when somebody asks for them."""
 _MAX_STDERR_TAIL_CHARS = 4_000
 """Of a rank's stderr, in the line that says that it failed."""
@@ -57,7 +57,7 @@ class GroupOutput:
         A rank that is stopped runs for some 20 ms, in which it writes its stack.
         """
         self.ask_stacks()
-        until = time.monotonic() + _VIEW_S
+        until = time.monotonic() + VIEW_S
         views = []
         for output, rank in zip(self.outputs, self._ranks, strict=True):
             steps, progress = int(self._mailbox.steps[rank.rank]), self._mailbox.progress(rank.rank)

@@ -32,7 +32,7 @@ _PROFILER_MARK = b"USDT:"
 """Torch's profiler says so when it starts and stops. It is no warning, and whoever profiles knows."""
 _BURST, _PER_S = 400, 50.0
 _POLL_S = 0.01
-_CONTINUED_S = 0.2
+CONTINUED_S = 0.2
 """Longest time that a stopped rank runs so that it can write its stacks; it takes some 20 ms."""
 
 STOPPED = "stopped"
@@ -203,7 +203,7 @@ class RankOutput:
             return process, waits_in, "" if process == DEBUGGED else self.stack(until)
         self._send(signal.SIGCONT)
         try:
-            ends_at = time.monotonic() + _CONTINUED_S
+            ends_at = time.monotonic() + CONTINUED_S
             stack = self.stack(ends_at)
             self.flight_record(ends_at)  # it is written now or never
             return process, waits_in, stack
