@@ -24,6 +24,12 @@ COUNTED = Counter("lockstep_test_management", "For this test.", registry=REGISTR
 READY = Reports(unready=lambda: None, status=lambda: {"streams": 3})
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A pause of the machine must not look like a loop that does not answer."""
+    monkeypatch.setattr(management, "ASK_TIMEOUT_S", 30.0)
+
+
 def get(port: int, path: str) -> tuple[int, str]:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
@@ -67,6 +73,7 @@ async def test_nothing_of_it_is_left_after_its_end():
     before = set(threading.enumerate())
     async with managed("127.0.0.1", 0, READY, liveness_timeout_s=30) as port:
         (accepting,) = {thread for thread in threading.enumerate() if thread.name == "management"} - before
+    accepting.join(30)  # the end of `managed` waits for it for a second only
     assert not accepting.is_alive()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), 30)
@@ -131,10 +138,11 @@ class BlockedLoop:
         self._release.set()
 
 
-def test_busy_loop_lives_and_is_not_ready():
+def test_busy_loop_lives_and_is_not_ready(monkeypatch):
     with BlockedLoop(liveness_timeout_s=600) as loop:
         assert get(loop.port, "/readyz")[0] == 200
         loop.block()
+        monkeypatch.setattr(management, "ASK_TIMEOUT_S", 0.5)
         assert get(loop.port, "/readyz") == (503, '{"status":"the serving loop does not answer"}')
         assert get(loop.port, "/status")[0] == 503
         assert get(loop.port, "/healthz") == (200, '{"status":"alive"}')
@@ -165,8 +173,7 @@ async def test_idle_connections_keep_no_probe_out():
                     await asyncio.sleep(0.01)
 
 
-async def test_connection_that_has_sent_its_request_is_not_closed_for_idle_ones(monkeypatch):
-    monkeypatch.setattr(management, "ASK_TIMEOUT_S", 30.0)
+async def test_connection_that_has_sent_its_request_is_not_closed_for_idle_ones():
     with contextlib.ExitStack() as stack:
 
         def unready():
