@@ -16,8 +16,9 @@ from machine import wait_for
 
 HTTP, GRPC, MANAGEMENT, REDIS_PORT = 8000, 9100, 9101, 6379
 MODEL = "reference"
-STREAMS, TOKENS = 8, 1000
+STREAMS, TOKENS = 8, 1900
 _SURVIVED_S = 400.0
+_TRIES = 3
 _WAIT_S = 120.0
 
 on_redis = pytest.param(
@@ -51,6 +52,15 @@ def test_streams_of_a_killed_router_are_continued_by_the_other(
 ) -> None:
     """Nothing is lost, doubled or changed; and the other router took the streams over, it did not begin them again."""
     visitor = Visitor(namespaces.new(f"heirs-{stateful.namespace[-6:]}"), re.sub(r"/router([:@])", r"/tools\1", image))
+    moved = 0.0
+    for _ in range(_TRIES):
+        moved = moved or _moved_streams(stateful, visitor, report)
+        wait_for(stateful.release.is_settled, "another router has taken its place", _WAIT_S, every_s=1.0)
+    assert moved > 0, "no stream was taken over: clients began them again, or each time the router died after its last"
+
+
+def _moved_streams(stateful: Installation, visitor: Visitor, report: Report) -> float:
+    """Kill one of the routers under streams; how many of them the other one has taken over."""
     routers = stateful.addresses(ROUTER)
     urls = [f"http://{address}:{HTTP}/v1" for address in routers.values()]
     taken = takes(stateful)
@@ -69,8 +79,7 @@ def test_streams_of_a_killed_router_are_continued_by_the_other(
     report[f"streams_continued_{stateful.namespace}"] = {**result, "streams_of_victim": streams[victim], "taken": moved}
     assert result["different"] == []
     assert result["streams"] == STREAMS
-    assert moved > 0, "no stream was taken over: the clients began them again"
-    wait_for(stateful.release.is_settled, "another router has taken its place", _WAIT_S, every_s=1.0)
+    return moved
 
 
 def takes(installation: Installation) -> float:
