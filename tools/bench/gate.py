@@ -244,10 +244,16 @@ async def opened(target: str, name: str, timeout_s: float) -> AsyncIterator[KvSt
 
 
 async def measure_network(
-    timed: Timed, door: Door, target: str, prompts: Sequence[tuple[int, ...]], cases: Sequence[Case], rounds: int
+    timed: Timed,
+    door: Door,
+    target: str,
+    prompts: Sequence[tuple[int, ...]],
+    cases: Sequence[Case],
+    rounds: int,
+    timeout_s: float,
 ) -> None:
     """All cases of one network."""
-    async with opened(target, FETCHED, 10.0) as fetched, opened(target, GATED, _TIMEOUT_S) as gated:
+    async with opened(target, FETCHED, 10.0) as fetched, opened(target, GATED, timeout_s) as gated:
         door.stores = {FETCHED: fetched, GATED: gated}
         for number in range(rounds):
             for case in cases:
@@ -265,9 +271,15 @@ def check(case: Case) -> None:
 
 
 async def measure_model(
-    name: str, path: Path, networks: Sequence[Network], lengths: Sequence[int], rounds: int
+    name: str,
+    path: Path,
+    networks: Sequence[Network],
+    lengths: Sequence[int],
+    rounds: int,
+    *,
+    timeout_s: float = _TIMEOUT_S,
 ) -> list[Case]:
-    """The cases of one model."""
+    """The cases of one model. Where the gate decides, calls without content have `timeout_s`."""
     choose = Random(name)
     prompts = [tuple(choose.choices(range(10, _VOCABULARY), k=length)) for length in lengths]
     port, door, cases = free_port(_LOOPBACK), Door(), []
@@ -293,7 +305,7 @@ async def measure_model(
             proxy.bytes_per_s = 1e6 * network.mb_per_s
             proxy.delay_s = (network.delay_ms / 1000,) * 2
             here = [Case(name, network, length) for length in lengths]
-            await measure_network(timed, door, f"{_LOOPBACK}:{proxy.port}", prompts, here, rounds)
+            await measure_network(timed, door, f"{_LOOPBACK}:{proxy.port}", prompts, here, rounds, timeout_s)
             for case in here:
                 check(case)
             cases += here

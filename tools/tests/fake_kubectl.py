@@ -25,7 +25,7 @@ from pathlib import Path
 
 STATE = Path(os.environ["FAKE_CLUSTER"])
 OBJECTS = STATE / "objects"
-CLIENTS, UNDISTURBED = 2, 3
+CLIENTS, UNDISTURBED, CHANGED = 2, 3, 20
 ROUTERS = ("r-a", "r-b")
 VICTIM = "w-0"
 CHAOS = "lockstep-chaos"
@@ -119,15 +119,15 @@ def follow() -> None:
     for number in range(UNDISTURBED):
         stream("undisturbed", number, 0, "bb")
     report_status(1)
-    number, killed_s = 0, 0.0
+    number, first = 0, None  # the first stream after the fault
     while not (STATE / "stop").exists() and path_of("pod", "serving", "lockstep-load").exists():
-        if not killed_s and (STATE / "fault").exists():
-            killed_s = time.time()
+        if first is None and (STATE / "fault").exists():
+            first = number
             report_status(1, "restarting")
             time.sleep(0.1)  # later than the router's log line about it
             report_status(2)
         for client in range(CLIENTS):
-            changed = time.time() < killed_s + 0.3 and flaw() == "changed"
+            changed = first is not None and number < first + CHANGED and flaw() == "changed"
             stream("stream", number, client, "cc" if changed else "bb")
             number += 1
         time.sleep(0.02)

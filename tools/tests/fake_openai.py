@@ -90,6 +90,8 @@ class FakeOpenAI:
     """Paths of the streams that clients ended."""
     cut: bool = False
     """Close the connection instead of ending the body."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Each request has its own number, also when two come at once."""
 
     def __enter__(self) -> Self:
         self._server = _Server(("127.0.0.1", 0), partial(_Handler, self))
@@ -144,8 +146,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         request = self._request(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self._fake.received.append(request)
-        self._answer(self._fake.answer(len(self._fake.received), request))
+        with self._fake.lock:
+            self._fake.received.append(request)
+            number = len(self._fake.received)
+        self._answer(self._fake.answer(number, request))
 
     def do_DELETE(self) -> None:
         self._fake.cancelled.append(self.path)

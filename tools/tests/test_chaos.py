@@ -293,8 +293,7 @@ def test_an_experiment_from_its_load_to_its_outcome(lockstep, cluster: Path) -> 
     (outcome,) = json.loads(result.stdout)
     assert (outcome["trials"], outcome["holds"], outcome["victims"][0]["workers"]) == (1, True, ["w-0"])
     assert outcome["comparison"]["streams"] > 2
-    assert 0 <= outcome["detection_ms"]["max"] < 1000
-    assert 0 < outcome["recovery_ms"]["max"] < 20_000
+    assert 0 <= outcome["detection_ms"]["max"] < outcome["recovery_ms"]["max"] < 20_000
     assert "rank-kill 1/1 (w-0): recovered after" in result.stderr
     load = (cluster / "applied-lockstep-load").read_text()
     for line in ("image: registry/lockstep/tools:1", '"--clients=2"', "runAsNonRoot: true"):

@@ -85,7 +85,7 @@ def await_status(process: psutil.Process, *statuses: str) -> None:
 
 
 def test_a_container_is_stopped_and_continues(tmp_path: Path, victim: psutil.Popen) -> None:
-    program = freezer(tmp_path, "abc", 1)
+    program = freezer(tmp_path, "abc", 5)
     with subprocess.Popen(["sh", "-ec", program], stdout=subprocess.PIPE, text=True) as running:
         await_status(victim, psutil.STATUS_STOPPED)
         output, _ = running.communicate(timeout=PATIENCE_S)
@@ -151,7 +151,7 @@ class TestRedisFull:
         try:
             with (
                 redis.Redis.from_url(server.address) as client,
-                fill(server.address, tmp_path, "2", "64", **login) as it,
+                fill(server.address, tmp_path, "6", "64", **login) as it,
             ):
                 client.set("before", 1)
                 assert it.stdout is not None

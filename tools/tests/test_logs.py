@@ -221,7 +221,10 @@ def test_both_services_of_a_release_are_read_at_once():
 
 
 class Changing(Cluster):
-    """A release whose containers, by look at its pods, are these: (pod, how often it was restarted, its lines)."""
+    """A release whose containers, by look at its pods, are these: (pod, how often it was restarted, its lines).
+
+    It changes only when the lines of all commands so far have been read.
+    """
 
     def __init__(self, *looks):
         super().__init__([])
@@ -229,9 +232,12 @@ class Changing(Cluster):
 
     def require(self):
         self.logs = [(name, "router", lines) for name, _, lines in self.looks[0]]
-        return [Pod(name, "router", "n", True, restarts, False, name) for name, restarts, _ in self.looks.pop(0)]
+        self.seen = [Pod(name, "router", "n", True, restarts, False, name) for name, restarts, _ in self.looks.pop(0)]
+        return self.seen
 
     def pods(self):
+        if self.killed < len(self.commands):
+            return self.seen
         return self.require() if self.looks else []
 
 

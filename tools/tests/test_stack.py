@@ -289,10 +289,14 @@ def test_serve_ends_at_once_with_a_second_signal(stubs: Path, model: str, monkey
     assert not any(psutil.pid_exists(pid) for pid in [*pids_noted(stubs), child])
 
 
+STARTS_FOR_EVER = {"exits": [1], "silent": True}
+"""A worker that is started again once, and is never ready, however late the signal comes."""
+
+
 def test_serve_can_be_stopped_while_it_starts(stubs: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STUB_PLAN", json.dumps({"w1": {"exits": [1, 1, 1, 1]}}))
+    monkeypatch.setenv("STUB_PLAN", json.dumps({"w1": STARTS_FOR_EVER}))
     serve = Serve(model, "--workers", "2")
-    wait_until(lambda: len(pids_noted(stubs)) >= 3)
+    wait_until(lambda: len(pids_noted(stubs)) >= 3, within_s=60)
     serve.process.send_signal(signal.SIGTERM)
     assert serve.end()[0] == 0
     assert not any(psutil.pid_exists(pid) for pid in pids_noted(stubs))
@@ -302,7 +306,7 @@ def test_serve_can_be_stopped_while_it_starts(stubs: Path, model: str, monkeypat
 def test_the_demo_can_be_stopped_while_it_starts(
     stubs: Path, model: str, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
 ) -> None:
-    monkeypatch.setenv("STUB_PLAN", json.dumps({"w1": {"exits": [1, 1, 1, 1]}}))
+    monkeypatch.setenv("STUB_PLAN", json.dumps({"w1": STARTS_FOR_EVER}))
     demo = subprocess.Popen([sys.executable, "-m", "lockstep_tools.cli", "demo", model], stdout=subprocess.DEVNULL)
     wait_until(lambda: len(pids_noted(stubs)) >= 3, within_s=60)
     demo.send_signal(number)

@@ -1,7 +1,7 @@
 """A worker without an engine: listens on its socket, notes its starts, and ends according to STUB_PLAN.
 
 STUB_PLAN is JSON: by worker id an object with `exits` (the exit code of each start, null: it stays), `deaf` (SIGTERM is
-ignored) and `child` (it leaves a process that outlives it).
+ignored), `child` (it leaves a process that outlives it) and `silent` (it never listens).
 """
 
 import json
@@ -34,6 +34,8 @@ else:
 if plan.get("child"):
     child = subprocess.Popen(["sleep", "1000"])
     notes.with_suffix(".child").write_text(str(child.pid))
+while plan.get("silent"):
+    signal.pause()
 path = flags["listen"].removeprefix("unix:")
 Path(path).unlink(missing_ok=True)
 listener = socket.socket(socket.AF_UNIX)
