@@ -6,11 +6,12 @@ found. Other processes of the machine are ignored.
 
 import ctypes
 import os
+import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -91,6 +92,21 @@ def kill(pid: int) -> bool:
             process.kill()
             return True
     return False
+
+
+@contextmanager
+def standing_still(pids: Collection[int]) -> Iterator[None]:
+    """Processes are stopped while this is entered."""
+    stopped: list[int] = []
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+            stopped.append(pid)
+        yield
+    finally:
+        for pid in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def bury_orphans(others: Collection[psutil.Process], within_s: float = 2.0) -> list[str]:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import grpc
 from harness import Router, make_settings, open_channel, served
 from lockstep_api.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from lockstep_common.lifecycle import DIE_WITH_PARENT_VARIABLE
-from machine import wait_for
+from machine import standing_still, wait_for
 from scripted_engine import Script as EngineScript
 from scripted_worker import Script, ScriptedWorker
 from system import REFERENCE
@@ -29,6 +30,7 @@ REAL = "worker with ranks"
 
 _STEP_S = 0.01  # makes a stream last long enough to be disturbed
 _RESTART_S = 0.2
+_START_S = 60.0
 
 
 @dataclass
@@ -38,6 +40,10 @@ class Implementation:
     channel: grpc.aio.Channel
     lose_rank: Callable[[Router], Awaitable[None]]
     """Makes it lose a rank while a router's streams run, and become ready in the next epoch."""
+    standing: Callable[[worker_pb2.Status], AbstractContextManager[None]] = lambda _: nullcontext()
+    """While it is entered, ranks of another process than the test's make no steps: no stream ends, however long the
+    machine pauses the test. A worker in the test's own process is paused with it. The argument has the ranks.
+    """
 
     @property
     def stub(self) -> worker_pb2_grpc.WorkerStub:
@@ -118,11 +124,13 @@ class RealProcess:
         if self._process is None:
             flags = {"model": REFERENCE, "listen": self.target, "worker-id": "w0", "tp": 2, "threads": 1}
             flags |= {"device": "cpu", "log-level": "error", "management-port": 0}
+            # Tests stop ranks, and a machine may pause a test meanwhile.
+            flags |= {"decode-deadline-s": 600, "prefill-deadline-s": 600}
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "lockstep_worker", *(f"--{flag}={value}" for flag, value in flags.items())],
                 env={**os.environ, DIE_WITH_PARENT_VARIABLE: str(os.getpid())},
             )
-            wait_for(self._path.exists, "the worker listens", 20)
+            wait_for(self._path.exists, "the worker listens", _START_S)
 
     def stop(self) -> None:
         """End it as a supervisor does."""
@@ -141,7 +149,10 @@ async def real(process: RealProcess) -> AsyncIterator[Implementation]:
         ranks = next(frame.status.ranks for frame in reversed(router.seen) if frame.status.ranks)
         os.kill(ranks[-1].pid, signal.SIGKILL)
 
+    def standing(status: worker_pb2.Status) -> AbstractContextManager[None]:
+        return standing_still([rank.pid for rank in status.ranks])
+
     async with open_channel(process.target) as channel:
         # The path exists for a moment before the worker listens: it looks first whether another one does.
-        await asyncio.wait_for(channel.channel_ready(), 20)
-        yield Implementation(channel, lose_rank)
+        await asyncio.wait_for(channel.channel_ready(), _START_S)
+        yield Implementation(channel, lose_rank, standing)

@@ -1,6 +1,5 @@
 """What a router may rely on while a worker is healthy and when it loses a rank. The double passes too."""
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -16,8 +15,6 @@ READY = worker_pb2.WORKER_STATE_READY
 RESTARTING = worker_pb2.WORKER_STATE_RESTARTING
 SAMPLINGS = pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9}], ids=["greedy", "seeded"])
 
-MANY_TOKENS = 120
-"""Of a stream that will be disturbed: it must not end before."""
 HEARTBEAT_TIMEOUT_S = 1.5
 """Routers treat a worker as silent after this time without a frame."""
 
@@ -93,16 +90,22 @@ async def test_hello_comes_first_and_describes_the_model(worker: Implementation)
 
 async def test_status_is_a_heartbeat(worker: Implementation) -> None:
     router, _ = await worker.greeted()
-    began_s, arrivals_s = time.monotonic(), []
-    while not arrivals_s or arrivals_s[-1] < 1.0:
-        status = (await router.next("status")).status
-        arrivals_s.append(time.monotonic() - began_s)
-        assert status.state == READY
-        assert status.free_blocks <= status.total_blocks > 0
-        assert [rank.rank for rank in status.ranks] == [0, 1]
-        assert status.pid > 0
-    assert 3 <= len(arrivals_s) <= 20  # ten a second, on a machine that may be busy
-    assert max(after - before for before, after in pairwise(arrivals_s)) < HEARTBEAT_TIMEOUT_S
+    found = []
+    for _ in range(5):  # a machine may pause the worker or this process for longer than the timeout
+        began_s, arrivals_s = time.monotonic(), []
+        while not arrivals_s or arrivals_s[-1] < 1.0:
+            status = (await router.next("status")).status
+            arrivals_s.append(time.monotonic() - began_s)
+            assert status.state == READY
+            assert status.free_blocks <= status.total_blocks > 0
+            assert [rank.rank for rank in status.ranks] == [0, 1]
+            assert status.pid > 0
+        longest_s = max((after - before for before, after in pairwise(arrivals_s)), default=arrivals_s[0])
+        found.append((len(arrivals_s), longest_s))
+        # Ten a second, on a machine that may be busy.
+        if 3 <= len(arrivals_s) <= 20 and longest_s < HEARTBEAT_TIMEOUT_S:
+            return
+    pytest.fail(f"statuses of each second, and the longest time between two: {found}")
 
 
 async def test_positions_count_from_zero_without_a_hole(worker: Implementation) -> None:
@@ -238,27 +241,36 @@ async def test_the_tokenizer_of_the_card_can_be_fetched(worker: Implementation) 
 
 async def test_a_lost_rank_fails_streams_as_retryable_and_begins_the_next_epoch(worker: Implementation) -> None:
     router, hello = await worker.greeted()
-    unbroken = await all_ids(router, submit("unbroken", max_tokens=MANY_TOKENS))
-    epoch = router.seen[-1].epoch
-    await router.send(submit=submit("s", max_tokens=MANY_TOKENS))
-    await router.send(submit=submit("t", attempt=4, max_tokens=MANY_TOKENS))
-    emitted: list[int] = []
-    async for frame in frames_of(router, "s"):
-        emitted += frame.ids
-        if len(emitted) >= 5:
+    # Ranks make hundreds of steps a second. The others make fewer, and have a smaller context.
+    many_tokens = hello.model.context_length // 4
+    unbroken = await all_ids(router, submit("unbroken", max_tokens=many_tokens))
+    for attempt in (1, 3, 5, 7, 9):  # where the machine pauses the test, the streams may end before the rank is lost
+        begun, epoch = len(router.seen), router.seen[-1].epoch
+        attempts = {"s": attempt, "t": attempt + 3}
+        for name, number in attempts.items():
+            await router.send(submit=submit(name, number, max_tokens=many_tokens))
+        emitted: list[int] = []
+        async for frame in frames_of(router, "s"):
+            emitted += frame.ids
+            if len(emitted) >= 5:
+                break
+        seen = len(router.seen)
+        await worker.lose_rank(router)
+        after = await router.next("hello")
+        assert after.epoch > epoch
+        assert (after.hello.worker_id, after.hello.incarnation) == (hello.worker_id, hello.incarnation)
+        await router.ready()
+        ended = {each.stream_id for frame in router.seen[begun:] for each in frame.tokens.streams if each.finish}
+        rejections = [frame.rejected for frame in router.seen[begun:] if frame.HasField("rejected")]
+        lost = {name: number for name, number in attempts.items() if name not in ended}
+        assert sorted((each.stream_id, each.attempt) for each in rejections) == sorted(lost.items())
+        for rejected in rejections:
+            assert (rejected.code, rejected.retryable, rejected.field) == ("worker_lost", True, "")
+            assert rejected.message
+        if not ended:
             break
-    seen = len(router.seen)
-    losing = asyncio.create_task(worker.lose_rank(router))
-    await losing
-    rejections = [(await router.next("rejected")).rejected for _ in range(2)]
-    assert {(each.stream_id, each.attempt) for each in rejections} == {("s", 1), ("t", 4)}
-    for rejected in rejections:
-        assert (rejected.code, rejected.retryable, rejected.field) == ("worker_lost", True, "")
-        assert rejected.message
-    after = await router.next("hello")
-    assert after.epoch > epoch
-    assert (after.hello.worker_id, after.hello.incarnation) == (hello.worker_id, hello.incarnation)
-    await router.ready()
+    else:
+        pytest.fail("the streams have ended before the rank was lost, in every try")
 
     since = router.seen[seen:]
     epochs = [frame.epoch for frame in since]
@@ -276,5 +288,5 @@ async def test_a_lost_rank_fails_streams_as_retryable_and_begins_the_next_epoch(
     assert [position for position, _ in given] == list(range(len(emitted), len(emitted) + len(given)))
     emitted += [token for _, token in given]
 
-    resumed = await all_ids(router, submit("s", 2, emitted_ids=tuple(emitted), max_tokens=MANY_TOKENS))
+    resumed = await all_ids(router, submit("s", attempt + 1, emitted_ids=tuple(emitted), max_tokens=many_tokens))
     assert emitted + resumed == unbroken
