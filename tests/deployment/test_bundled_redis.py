@@ -65,7 +65,7 @@ def await_listening(process: subprocess.Popen[str], port: int) -> None:
             redis.Redis(port=port, socket_timeout=1).ping()
         except redis.AuthenticationError:
             return
-        except redis.ConnectionError:
+        except (redis.ConnectionError, redis.TimeoutError):
             time.sleep(0.02)
 
 
