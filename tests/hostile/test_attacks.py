@@ -1,9 +1,10 @@
 """Whatever one client does, the others' streams continue, /healthz and new requests are answered, nothing is left over.
 
-What is held here, so that it holds on slow and busy machines: the p99 of /healthz is below 200 ms in every try and
-below 100 ms in the best of three, because other work can only make it longer. On a machine that is slower in calm, just
-before the attack, these limits are longer, up to four times. What is reached on a machine without other work is the
-figure in `docs/bench/hostile.md`, which `tools/bench/hostile.py` measures: lower, and without tries or a factor.
+What is held here, so that it holds on slow and busy machines: no stream fails and memory is freed in every try, and in
+one of three tries all times are below their limits, because other work can only make them longer. On a machine that is
+slower in calm, just before the attack, these limits are longer, up to four times. What is reached on a machine without
+other work is the figure in `docs/bench/hostile.md`, which `tools/bench/hostile.py` measures: lower, and without tries
+or a factor.
 """
 
 import os
@@ -18,11 +19,11 @@ SECONDS = 2.0
 _CALM_S = 1.0
 _LATEST_S = {
     "silence_s": LIMITS["silence_s"],
-    "healthz_p99_s": 0.2,
+    "healthz_p99_s": LIMITS["healthz_p99_s"],
     "first_token_s": 2.0,
     "vanished_s": LIMITS["vanished_s"],
 }
-"""In every try."""
+"""Of one try, all of them: in another one the machine may have paused the router, the workers or this process."""
 _CALM_SILENCE_S = 0.1  # two tokens at 20 a second
 _CALM_HEALTHZ_P99_S = 0.01
 _MAX_SLOWNESS = 4.0
@@ -36,6 +37,7 @@ _FAST = {"mixed-prompt", "stalled-bodies", "pipelining", "unread", "websocket-va
     "name", [pytest.param(name, marks=() if name in _FAST else pytest.mark.slow) for name in names()]
 )
 def test_attack_is_not_noticed(scene: Scene, name: str, summarize) -> None:
+    late = []
     for _ in range(_TRIES):
         quiet = calm(scene.observer, _CALM_S)
         outcome = attack(scene.target, scene.observer, name, SECONDS)
@@ -52,10 +54,10 @@ def test_attack_is_not_noticed(scene: Scene, name: str, summarize) -> None:
         assert not outcome.failures
         assert outcome.memory_peak_bytes < LIMITS["memory_peak_bytes"]
         assert outcome.memory_left_bytes < LIMITS["memory_left_bytes"]
-        assert too_late(outcome, slowness) == []
-        if outcome.healthz_p99_s < LIMITS["healthz_p99_s"] * slowness:
+        late.append(too_late(outcome, slowness))
+        if not late[-1]:
             return
-    pytest.fail("/healthz was late in every try")
+    pytest.fail(f"late in each try: {late}")
 
 
 def test_silence_that_outlasts_its_attack_counts_whole(scene: Scene) -> None:
