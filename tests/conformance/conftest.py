@@ -2,20 +2,30 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from typing import Any
 
 import httpx
 import openai
 import pytest
 from lockstep_tools.serving.stack import Stack, StackSettings
-from machine import wait_for
+from machine import standing_still, wait_for
 from system import REFERENCE, Json, System, is_idle
+
+_IN_FLIGHT = 2
+"""Steps of a worker whose results may come after its last stream has been cancelled."""
+_TRIES = 5
 
 
 @pytest.fixture(scope="package")
 def stack() -> Iterator[Stack]:
-    with Stack(StackSettings(str(REFERENCE), workers=2, threads=1, device="cpu")) as running:
-        running.wait_ready(60)
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        # Tests stop ranks, and a machine may pause a test meanwhile: no rank must count as one that hangs.
+        patch.setenv("LOCKSTEP_DECODE_DEADLINE_S", "600")
+        patch.setenv("LOCKSTEP_PREFILL_DEADLINE_S", "600")
+        with Stack(StackSettings(str(REFERENCE), workers=2, threads=1, device="cpu")) as running:
+            running.wait_ready(60)
+            yield running
 
 
 @pytest.fixture(scope="package")
@@ -36,16 +46,58 @@ def steps_at_rest(system: System) -> Callable[[], int]:
         ended_s = time.monotonic()
 
         def workers_at_rest() -> list[Json]:
-            asked_s = time.monotonic()
-            workers = list(system.workers().values())
-            are_at_rest = all(
-                not each["streams"] and is_idle(each) and each["last_seen_s"] < asked_s - ended_s for each in workers
-            )
-            return workers if are_at_rest else []
+            workers = reported_since(system, ended_s)
+            return workers if all(not each["streams"] and is_idle(each) for each in workers) else []
 
         return sum(each["steps"] for each in wait_for(workers_at_rest, "all blocks are free"))
 
     return steps_at_rest
+
+
+def reported_since(system: System, since_s: float) -> list[Json]:
+    """The workers, if the router has heard of each since then; else nothing."""
+    asked_s = time.monotonic()
+    workers = list(system.workers().values())
+    return workers if all(each["last_seen_s"] < asked_s - since_s for each in workers) else []
+
+
+@pytest.fixture
+def ranks_stand(system: System, steps_at_rest: Callable[[], int]) -> Callable[[], AbstractContextManager[None]]:
+    """No rank makes a step while what this gives is entered, so that no stream ends by itself, however long the machine
+    pauses a process. Leaving it waits until every stream has been cancelled, lets the ranks go on, and checks that they
+    make no further step but those in flight.
+    """
+
+    @contextmanager
+    def ranks_stand() -> Iterator[None]:
+        with standing_still([rank["pid"] for worker in system.until_ready().values() for rank in worker["ranks"]]):
+            yield
+            steps = steps_at_rest()
+        assert steps_at_rest() - steps <= _IN_FLIGHT
+
+    return ranks_stand
+
+
+@pytest.fixture
+def standing_stream(
+    system: System, ranks_stand: Callable[[], AbstractContextManager[None]]
+) -> Callable[[Callable[[], Any]], AbstractContextManager[Any]]:
+    """Begins a stream and stops the ranks in the middle of it, as `ranks_stand` does. The test has to close it."""
+
+    def runs(since_s: float) -> bool:
+        workers = wait_for(lambda: reported_since(system, since_s), "the workers have reported")
+        return any(each["streams"] and each["running"] for each in workers)
+
+    @contextmanager
+    def standing_stream(begin: Callable[[], Any]) -> Iterator[Any]:
+        for _ in range(_TRIES):  # where the machine pauses the test, the stream may end before the ranks stand
+            with closing(begin()) as stream, ranks_stand():
+                if runs(time.monotonic()):
+                    yield stream
+                    return
+        pytest.fail("the stream has ended before the ranks stood, in every try")
+
+    return standing_stream
 
 
 @pytest.fixture
