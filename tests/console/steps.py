@@ -6,6 +6,8 @@ from served import DEADLINE_S
 
 SLOWLY = 0.05
 """Seconds between two tokens, so that something can be done meanwhile."""
+ENDLESSLY = 0.25
+"""The same for an answer that is to be disturbed: however slow the browser is, 200 tokens have not ended before."""
 
 
 def wait_until(page, function, arg=None):
@@ -48,12 +50,19 @@ def answer(page):
     return page.locator("#talk li.model .text").last.text_content()
 
 
-def speak(served, most):
-    """Let the workers give plain words, slowly; returns the text of so many tokens."""
+def speak(served, most, delay_s=SLOWLY):
+    """Let the workers give plain words at this pace; returns the text of so many tokens."""
     tokenizer = served.router.workers.tokenizers.get("tokenizer-1")
-    ids = tokenizer.encode("It was a dark night, and the wind had fallen. " * 9)[:most]
-    served.script(delay_s=SLOWLY, token=lambda prompt, seed, position: ids[position])
+    ids = tokenizer.encode("It was a dark night, and the wind had fallen. " * 20)[:most]
+    assert len(ids) == most
+    served.script(delay_s=delay_s, token=lambda prompt, seed, position: ids[position])
     return tokenizer.decode(ids)
+
+
+def hurry(served):
+    """Let the answers that run end soon."""
+    for worker in served.workers:
+        worker.script.delay_s = 0.01
 
 
 def said(page):

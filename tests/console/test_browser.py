@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from lockstep_api.v1 import worker_pb2
 from served import Served
-from steps import SLOWLY, say, wait_text, wait_tokens
+from steps import ENDLESSLY, SLOWLY, hurry, say, wait_text, wait_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -346,18 +346,19 @@ def test_a_key_opens_the_console_of_its_tenant(tmp_path, open_page):
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 380, 1440])
 def test_axe_finds_nothing_serious_and_nothing_overflows(served, open_page, theme, width):
-    served.script(delay_s=0.02)
+    served.script(delay_s=ENDLESSLY)
     for worker in served.workers:
         worker.paces = ((0.0101, 0.0042), (0.0131, 0.0012))
         worker.works = WORKS
     page = open_page(served.public, width=width, theme=theme)
     wait_text(page, "#workers h3", "w0")
-    say(page, "tell me a story about a router and two workers", 90)
+    say(page, "tell me a story about a router and two workers", 200)
     wait_tokens(page)
     victim = served.worker_with_streams()
     served.call(victim.kill)
     wait_text(page, "#move-list strong", "moved")
-    wait_text(page, "#talk li.model .foot", "90 tokens")
+    hurry(served)
+    wait_text(page, "#talk li.model .foot", "200 tokens")
     wait_text(page, ".node.worker .badge", "lost")
     wait_text(page, "#workers .ranks li", "^rank 1 ready, slow, ")
     picture(page, f"{theme}-{width}")

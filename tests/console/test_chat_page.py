@@ -4,7 +4,7 @@ import json
 
 import pytest
 from lockstep_common.errors import ErrorCode, LockstepError
-from steps import SLOWLY, answer, said, say, speak, wait_ended, wait_text, wait_tokens, wait_until
+from steps import ENDLESSLY, SLOWLY, answer, hurry, said, say, speak, wait_ended, wait_text, wait_tokens, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -15,10 +15,10 @@ HOSTILE = (
 
 
 def test_chat_streams_and_a_failover_is_seen_as_it_happens(served, open_page):
-    text = speak(served, 60)
+    text = speak(served, 200, ENDLESSLY)
     page = open_page(served.public)
     wait_text(page, "#workers h3", "w0")
-    say(page, "tell me a story", 60)
+    say(page, "tell me a story", 200)
     wait_tokens(page)
     victim = served.worker_with_streams()
     other = next(worker for worker in served.workers if worker is not victim)
@@ -28,33 +28,36 @@ def test_chat_streams_and_a_failover_is_seen_as_it_happens(served, open_page):
     wait_text(page, "#move-list strong", rf"stream \w{{8}} moved {victim.worker_id} → {other.worker_id}, \d")
     wait_text(page, "#announcer", rf"moved {victim.worker_id} to {other.worker_id}")
     wait_text(page, "#talk .moved", f"{victim.worker_id} → {other.worker_id}")
-    wait_text(page, "#talk li.model .foot", "60 tokens, .*, cut at the token limit")
+    hurry(served)
+    wait_text(page, "#talk li.model .foot", "200 tokens, .*, cut at the token limit")
     assert said(page) == text
 
 
 def test_an_answer_goes_on_after_a_broken_connection(served, open_page):
-    text = speak(served, 60)
+    text = speak(served, 200, ENDLESSLY)
     page = open_page(served.public)
     wait_text(page, "#workers h3", "w0")
-    say(page, "go on", 60)
+    say(page, "go on", 200)
     wait_tokens(page)
     served.break_clients()
     wait_text(page, "#talk .moved", "the connection broke, and the answer goes on")
-    wait_text(page, "#talk li.model .foot", "60 tokens")
+    hurry(served)
+    wait_text(page, "#talk li.model .foot", "200 tokens")
     assert said(page) == text
 
 
 @pytest.mark.parametrize("code", ["draining", "unavailable", "overloaded", "worker_lost"])
 def test_an_answer_goes_on_after_a_failure_that_may_pass(served, open_page, code):
-    text = speak(served, 40)
+    text = speak(served, 200, ENDLESSLY)
     page = open_page(served.public)
     wait_text(page, "#workers h3", "w0")
-    say(page, "go on", 40)
+    say(page, "go on", 200)
     wait_tokens(page)
     failure = LockstepError(ErrorCode(code), "not now")
     served.call(lambda: [generation.fail(failure) for generation in list(served.router.in_progress.generations)])
     wait_text(page, "#talk .moved", "the answer was interrupted, and the answer goes on")
-    wait_text(page, "#talk li.model .foot", "40 tokens")
+    hurry(served)
+    wait_text(page, "#talk li.model .foot", "200 tokens")
     assert said(page) == text
 
 
@@ -142,7 +145,7 @@ def test_the_end_is_followed_unless_the_user_has_scrolled_up(served, open_page):
 
 def begin_long_answer(served, open_page):
     """A page whose answer takes long, and the worker that gives it."""
-    served.script(delay_s=SLOWLY)
+    served.script(delay_s=ENDLESSLY)
     page = open_page(served.public)
     wait_text(page, "#workers h3", "w0")
     say(page, "never end", 200)
