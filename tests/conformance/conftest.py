@@ -84,15 +84,19 @@ def standing_stream(
 ) -> Callable[[Callable[[], Any]], AbstractContextManager[Any]]:
     """Begins a stream and stops the ranks in the middle of it, as `ranks_stand` does. The test has to close it."""
 
-    def runs(since_s: float) -> bool:
-        workers = wait_for(lambda: reported_since(system, since_s), "the workers have reported")
-        return any(each["streams"] and each["running"] for each in workers)
+    def runs() -> bool:
+        """Once the worker's report shows the stream too, unless the stream has ended."""
+        workers = system.until(
+            lambda all_: all(not each["streams"] or each["running"] for each in all_.values()),
+            "the worker has reported",
+        )
+        return any(each["streams"] for each in workers.values())
 
     @contextmanager
     def standing_stream(begin: Callable[[], Any]) -> Iterator[Any]:
         for _ in range(_TRIES):  # where the machine pauses the test, the stream may end before the ranks stand
             with closing(begin()) as stream, ranks_stand():
-                if runs(time.monotonic()):
+                if runs():
                     yield stream
                     return
         pytest.fail("the stream has ended before the ranks stood, in every try")
