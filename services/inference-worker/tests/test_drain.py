@@ -53,7 +53,7 @@ async def open_and_greet(worker):
 
 
 async def test_streams_that_take_too_long_are_handed_over(model_dir, socket_path):
-    async with served(make_settings(model_dir, socket_path, drain_timeout_s=1.5)) as worker:
+    async with served(make_settings(model_dir, socket_path, drain_timeout_s=5)) as worker:
         router = await worker.greeted()
         for name in ("a", "b"):
             await router.send(submit=submit(name, 2, max_tokens=100))

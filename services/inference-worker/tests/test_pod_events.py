@@ -11,6 +11,7 @@ from fake_kubernetes import NAMESPACE, TOKEN, FakeEvents
 from harness import PATIENCE_S, make_settings, served, submit, until
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.telemetry import REGISTRY
+from lockstep_worker import notices
 from lockstep_worker.notices import Notice, NoticeQueue
 from lockstep_worker.settings import WorkerSettings
 from pydantic import ValidationError
@@ -35,6 +36,12 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     yield made
     await made.stop()
+
+
+@pytest.fixture
+def all_posted(monkeypatch: pytest.MonkeyPatch):
+    """A worker that ends waits until its last notices are posted, however slow the machine is."""
+    monkeypatch.setattr(notices, "FLUSH_TIMEOUT_S", PATIENCE_S)
 
 
 @contextlib.asynccontextmanager
@@ -156,6 +163,7 @@ async def test_a_server_that_never_answers_is_given_up(api, caplog):
 # The whole worker.
 
 
+@pytest.mark.usefixtures("all_posted")
 async def test_a_bad_night_of_a_worker(api, model_dir, socket_path):
     settings = make_settings(model_dir, socket_path, kubernetes_events=True, **POD)
     async with served(settings) as worker:
@@ -185,6 +193,7 @@ async def test_a_bad_night_of_a_worker(api, model_dir, socket_path):
     assert SECRET not in str(api.events)
 
 
+@pytest.mark.usefixtures("all_posted")
 async def test_ranks_that_are_gone_for_good(api, model_dir, socket_path):
     settings = make_settings(model_dir, socket_path, kubernetes_events=True, **POD)
     async with served(settings) as worker:
@@ -194,6 +203,7 @@ async def test_ranks_that_are_gone_for_good(api, model_dir, socket_path):
     assert ("Warning", "RanksFailed", "the ranks do not stay up: rank 0 (pid 8) died", 1) in api.said()
 
 
+@pytest.mark.usefixtures("all_posted")
 async def test_ranks_that_can_never_start(api, model_dir, socket_path):
     settings = make_settings(model_dir, socket_path, kubernetes_events=True, **POD)
     error = LockstepError(ErrorCode.INVALID_REQUEST, "device cuda needs a GPU")
@@ -202,6 +212,7 @@ async def test_ranks_that_can_never_start(api, model_dir, socket_path):
     assert api.said() == [("Warning", "RanksFailed", "device cuda needs a GPU", 1)]
 
 
+@pytest.mark.usefixtures("all_posted")
 async def test_draining_says_what_runs(api, model_dir, socket_path):
     settings = make_settings(model_dir, socket_path, kubernetes_events=True, drain_timeout_s=0.3, **POD)
     async with served(settings) as worker:

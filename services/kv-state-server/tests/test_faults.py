@@ -117,10 +117,10 @@ def seed():
 
 
 @contextlib.asynccontextmanager
-async def serving(tmp_path, store, seed, timeout_s=TIMEOUT_S, **options):
+async def serving(tmp_path, store, seed, timeout_s=TIMEOUT_S, batch_timeout_s=BATCH_TIMEOUT_S, **options):
     """A process under load, which it survives."""
     listen = f"unix:{tmp_path}/state"
-    flags = ("--store-timeout-s", str(timeout_s), "--store-batch-timeout-s", str(BATCH_TIMEOUT_S))
+    flags = ("--store-timeout-s", str(timeout_s), "--store-batch-timeout-s", str(batch_timeout_s))
     with running(listen, "--store", store, *flags, "--call-timeout-s", str(CALL_TIMEOUT_S)) as process:
         async with dialled(listen) as client, loaded(client, seed, **options) as load:
             yield load
@@ -172,7 +172,8 @@ async def test_without_redis_calls_fail_soon_and_it_works_again_by_itself(tmp_pa
 
 
 async def test_full_redis_is_read_and_takes_writes_when_it_has_room(tmp_path, faults, seed):
-    async with serving(tmp_path, faults.address, seed) as load:
+    patience_s = CALL_TIMEOUT_S  # Redis answers here, however late on a busy machine
+    async with serving(tmp_path, faults.address, seed, patience_s, patience_s) as load:
         acting = faults.full()
         next(acting)
         await load.goes_on()  # what began before has ended

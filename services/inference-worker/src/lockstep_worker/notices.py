@@ -23,7 +23,8 @@ logger = logging.getLogger("lockstep.worker")
 _VARIABLE_PARTS = re.compile(r"pid \d+|\d+\.\d+ s|\d+ running")
 """The parts in which the messages of two similar notices differ."""
 
-_FLUSH_TIMEOUT_S = 2.0
+FLUSH_TIMEOUT_S = 2.0
+"""For the notices that are still queued when a worker ends."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ async def posting(settings: WorkerSettings) -> AsyncIterator[Callable[[Notice], 
         yield queue.put
     finally:
         queue.close()
-        await asyncio.wait({task}, timeout=_FLUSH_TIMEOUT_S)
+        await asyncio.wait({task}, timeout=FLUSH_TIMEOUT_S)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
