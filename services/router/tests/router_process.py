@@ -8,8 +8,12 @@ import sys
 BODY = {"model": "reference", "prompt": "hello", "max_tokens": 40, "seed": 1}
 
 
+DEFAULTS = {"LOCKSTEP_MANAGEMENT_PORT": "0", "LOCKSTEP_HEARTBEAT_TIMEOUT_S": "60"}
+"""The workers live in the process of the test: a machine that holds that up for seconds must not make them lost."""
+
+
 async def start(*flags, **variables):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "LOCKSTEP_MANAGEMENT_PORT": "0"} | variables
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | DEFAULTS | variables
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "lockstep_router", *flags, stderr=asyncio.subprocess.PIPE, env=environment
     )

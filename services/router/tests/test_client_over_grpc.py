@@ -211,7 +211,7 @@ async def test_connections_that_break_anywhere_change_nothing(cluster, connect, 
 
 
 async def test_router_that_is_killed_is_replaced_by_another(tmp_path, connect, tokenizer):
-    worker = await ScriptedWorker("w0", tmp_path / "w0.sock", script=Script(delay_s=0.02)).start()
+    worker = await ScriptedWorker("w0", tmp_path / "w0.sock", script=Script(delay_s=0.02, hang_after=20)).start()
     fields = {"prompt": "hello world", "model": "reference", "max_tokens": 40, "seed": 7}
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(worker.kill)
@@ -224,8 +224,8 @@ async def test_router_that_is_killed_is_replaced_by_another(tmp_path, connect, t
         client = connect(urls)
         prefer(client.client._transport, urls[0] + "/")
         streaming = asyncio.create_task(client.events("complete", fields))
-        await eventually(lambda: worker.submits)
-        await asyncio.sleep(0.2)
+        await eventually(lambda: worker.hung_streams)
+        worker.script = Script(delay_s=0.02)
         processes[0].kill()
         await processes[0].wait()
         texts, _, finishes, usage = pieces(await streaming)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 from contextlib import AsyncExitStack
 from functools import partial
@@ -20,6 +21,8 @@ from tool_models import ids_of, model_of
 TOKENS = 40
 FIELDS = {"model": "reference", "prompt": "hello world", "max_tokens": TOKENS, "seed": 7}
 POLICY = Policy(backoff_s=0.05, timeout_s=60.0, retries=20)
+HELD = Script(delay_s=0.02, hang_after=20)
+"""A stream has not ended when its router is killed, however late its client reads."""
 
 
 class Routers:
@@ -40,6 +43,8 @@ class Routers:
         return url
 
     async def kill(self, url):
+        """Kill one; what is asked for later does not hang."""
+        self.worker.script = dataclasses.replace(self.worker.script, hang_after=None)
         await self._end(self._processes.pop(url))
 
     async def _end(self, process):
@@ -93,6 +98,7 @@ async def test_connection_that_breaks_is_resumed_on_the_same_router(routers, exp
 
 
 async def test_killed_router_is_replaced_by_another(routers, expected):
+    routers.worker.script = HELD
     doomed, _ = await routers.start(), await routers.start()
     async with AsyncLockstepClient(routers.urls, policy=POLICY) as client:
         prefer(client._transport, doomed)
@@ -103,6 +109,7 @@ async def test_killed_router_is_replaced_by_another(routers, expected):
 
 
 async def test_killed_router_is_a_typed_error_without_a_repeat(routers, expected):
+    routers.worker.script = HELD
     doomed, _ = await routers.start(), await routers.start()
     async with AsyncLockstepClient(routers.urls, policy=POLICY) as client:
         prefer(client._transport, doomed)
@@ -115,6 +122,7 @@ async def test_killed_router_is_a_typed_error_without_a_repeat(routers, expected
 
 
 async def test_router_that_restarts_on_its_port(routers, expected):
+    routers.worker.script = HELD
     port = free_port()  # no connection of another process gets it while no router listens
     url = await routers.start(port)
 
@@ -128,6 +136,7 @@ async def test_router_that_restarts_on_its_port(routers, expected):
 
 
 async def test_official_client_survives(routers, expected):
+    routers.worker.script = HELD
     doomed, _ = await routers.start(), await routers.start()
     async with AsyncOpenAI(base_url=routers.urls, api_key="k", policy=POLICY) as client:
         prefer(client._client._transport._transport, doomed)
@@ -248,6 +257,7 @@ async def test_responses_of_the_official_client_survive(tmp_path):
 
 
 async def test_leaving_cancels_in_the_worker(routers):
+    routers.worker.script = HELD
     async with AsyncLockstepClient(await routers.start(), policy=POLICY) as client:
         async with await client.complete(**FIELDS, stream=True) as stream:
             await anext(aiter(stream))
