@@ -39,7 +39,7 @@ async def drain(worker):
 
 async def fall_silent(worker):
     worker.silent = True
-    await asyncio.sleep(0.4)
+    await asyncio.sleep(1.2)
     worker.silent = False
 
 
@@ -80,7 +80,7 @@ async def test_every_answer_is_the_undisturbed_one(make_cluster):
     seed = int(os.environ.get("LOCKSTEP_TEST_SEED", time.time_ns() % 2**32))
     print(f"LOCKSTEP_TEST_SEED={seed}")
     rng = random.Random(seed)
-    cluster = await make_cluster(3, heartbeat_timeout_s=0.3, inter_token_deadline_s=0.2, first_token_deadline_s=0.4)
+    cluster = await make_cluster(3, heartbeat_timeout_s=0.9, inter_token_deadline_s=0.6, first_token_deadline_s=1.2)
     assert cluster.router.settings.max_attempts == RouterSettings.model_fields["max_attempts"].default
     for worker in cluster.workers:
         worker.script = Script(delay_s=0.002, noise=True)

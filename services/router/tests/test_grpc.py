@@ -404,7 +404,7 @@ async def test_large_messages_are_refused(make_cluster):
 
 async def test_messages_that_do_not_arrive_are_given_up(make_cluster, monkeypatch):
     monkeypatch.setattr(inbound, "PATIENCE_S", 0.1)
-    cluster = await make_cluster(1, body_timeout_s=2, max_bodies_bytes=4 << 20, max_body_bytes=1 << 20)
+    cluster = await make_cluster(1, body_timeout_s=6, max_bodies_bytes=4 << 20, max_body_bytes=1 << 20)
     async with cluster.over_grpc() as channel:
         stuck = [channel.stream_stream("/lockstep.v1.Inference/Generate")() for _ in range(4)]
         for call in stuck:

@@ -75,7 +75,7 @@ async def test_suspected_worker_gets_no_new_streams_and_keeps_its_running_ones(m
     own, (other,) = cluster.worker_of("session:s")
     own.script = Script(delay_s=0.05)
     began = metrics.IMPAIRMENTS.labels("suspected")._value.get()
-    running = asyncio.create_task(complete(cluster, max_tokens=TOKENS))
+    running = asyncio.create_task(complete(cluster, max_tokens=100))
     await eventually(lambda: own.submits)
     link = link_of(cluster, own)
     await eventually(lambda: link.health.suspicion.patience_s < 60)

@@ -66,7 +66,7 @@ async def test_streams_without_comments_promise_none(make_cluster):
 
 
 async def test_no_comment_while_tokens_come(make_cluster):
-    cluster = await make_cluster(1, keepalive_interval_s=2)
+    cluster = await make_cluster(1, keepalive_interval_s=30)
     cluster.workers[0].script = Script(delay_s=0.01)
     assert COMMENT not in (await cluster.complete(stream=True)).text
 

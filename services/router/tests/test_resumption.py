@@ -216,7 +216,7 @@ async def test_oldest_finished_answers_make_room(make_cluster):
 
 async def test_running_streams_are_never_evicted(make_cluster):
     cluster = await make_cluster(max_resumable_streams=1)
-    slow(cluster)
+    slow(cluster, 0.1)
     async with cluster.over_http() as client:
         stream_id, before = await leave_after(client, STREAM, 1)
         refused = await client.post("/v1/completions", json=STREAM)
@@ -388,7 +388,7 @@ async def test_limits_of_a_tenant_hold_for_departed_clients(make_cluster, tmp_pa
     keys = tmp_path / "keys.yaml"
     write(keys, tenant("search", KEY, concurrent_streams=1))
     cluster = await make_cluster(1, keys_file=str(keys))
-    slow(cluster)
+    slow(cluster, 0.1)
     async with cluster.over_http() as client:
         stream_id, before = await leave_after(client, STREAM, 1, **bearer(KEY))
         await eventually(lambda: cluster.router.runs.detached == 1)

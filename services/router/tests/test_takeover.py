@@ -33,7 +33,7 @@ STREAM = BODY | {"stream": True, "resumable": True}
 CHAT = {"model": "reference", "messages": [{"role": "user", "content": "hi"}], "seed": 7, "stream": True}
 CHAT |= {"resumable": True, "user": "u", "stream_options": {"include_usage": True}}
 LONG = STREAM | {"max_tokens": 100}
-LONG_FIELDS = {"model": "reference", "prompt": "hello world", "max_tokens": 40, "seed": 7}
+LONG_FIELDS = {"model": "reference", "prompt": "hello world", "max_tokens": 100, "seed": 7}
 
 
 @pytest.fixture
@@ -318,9 +318,9 @@ async def test_failure_is_given_again_elsewhere(sharing, routers):
 
 async def test_deadline_of_the_client_holds_at_the_next_router(sharing, routers):
     first, second = routers
-    slow(sharing)
+    slow(sharing, 0.05)  # the stream would take 5 s
     async with first.over_http() as client:
-        stream_id, before = await leave_after(client, LONG, 1, **{"x-request-timeout": "1.0"})
+        stream_id, before = await leave_after(client, LONG, 1, **{"x-request-timeout": "2.0"})
         await mirrored_to(first, stream_id, 1)
     rest = events_of(await resume(second.client, stream_id, before[-1][0]))
     assert rest[-1][1]["error"]["code"] == "deadline_exceeded"
@@ -871,7 +871,7 @@ async def test_older_reader_is_ended_once_and_takes_nothing_back(sharing):
     assert ends == ["stream_moved", "stream_moved", None]
     assert len(sharing.submits) == 3, "each router has run it once"
     assert count(metrics.STREAMS_TAKEN) - before == 2
-    assert "".join(readers[-1][0]) == routers[0].undisturbed("hello world", 7, 40)
+    assert "".join(readers[-1][0]) == routers[0].undisturbed("hello world", 7, 100)
 
 
 async def test_reader_that_came_back_from_where_its_stream_was_taken_may_try_again(sharing, routers):
