@@ -13,7 +13,7 @@ from lockstep_state.memory import MemoryBackend
 from lockstep_state.results import plain
 from lockstep_state.server import health_of
 from lockstep_state.services.calls import Running
-from lockstep_state.services.encoded import Encoding
+from lockstep_state.services.encoded import encoding
 from lockstep_state.services.journal import Journal
 from lockstep_state.settings import StateSettings
 
@@ -98,7 +98,7 @@ class StateServer:
         return SlowBackend(MemoryBackend(self.settings.max_memory_bytes, self.settings.limits, self.clock))
 
     async def start(self):
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), interceptors=[Encoding("/lockstep.v1.")])
+        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), interceptors=[encoding("/lockstep.v1.")])
         journal = Journal(self.backend, self.settings, Running(self.settings.max_calls))
         state_pb2_grpc.add_JournalServicer_to_server(journal, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(health_of(self.backend), self._server)

@@ -18,7 +18,7 @@ from lockstep_api.v1 import worker_pb2_grpc
 from lockstep_common import lifecycle, telemetry
 from lockstep_common.errors import LockstepError, cannot_listen
 from lockstep_common.garbage import spare_existing_objects
-from lockstep_common.grpc_decoding import Decoding
+from lockstep_common.grpc_decoding import decoding
 from lockstep_common.grpc_tls import server_credentials
 from lockstep_common.health_service import Health
 from lockstep_common.listening import claim
@@ -224,7 +224,7 @@ def _listen(worker: Worker, settings: WorkerSettings, certificates: Certificates
     listen = settings.listen
     claim(listen)
     checks = () if certificates is None else (check_peers(settings),)
-    server = grpc.aio.server(options=_OPTIONS, interceptors=(*checks, Decoding(f"/{_SERVICE}/Tokenizer")))
+    server = grpc.aio.server(options=_OPTIONS, interceptors=(*checks, decoding(f"/{_SERVICE}/Tokenizer")))
     worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(worker), server)  # type: ignore[no-untyped-call]
     served = {"": lambda: True, _SERVICE: lambda: worker.ready}  # liveness and readiness
     health_pb2_grpc.add_HealthServicer_to_server(Health(served, lambda: worker.changed), server)

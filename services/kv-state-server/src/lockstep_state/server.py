@@ -14,7 +14,7 @@ from lockstep_api.v1 import state_pb2_grpc
 from lockstep_common import lifecycle, telemetry
 from lockstep_common.errors import LockstepError, cannot_listen
 from lockstep_common.garbage import spare_existing_objects
-from lockstep_common.grpc_decoding import Decoding
+from lockstep_common.grpc_decoding import decoding
 from lockstep_common.grpc_tls import PeerInterceptor, server_credentials
 from lockstep_common.health_service import Health
 from lockstep_common.listening import claim
@@ -32,7 +32,7 @@ from lockstep_state.redis_backend import RedisBackend, RedisOptions
 from lockstep_state.secrets import read_keys, read_password
 from lockstep_state.services.call_traces import CallTraces
 from lockstep_state.services.calls import Running, is_news
-from lockstep_state.services.encoded import Encoding
+from lockstep_state.services.encoded import encoding
 from lockstep_state.services.journal import Journal
 from lockstep_state.services.kv import Kv
 from lockstep_state.services.names import Leases, Sessions
@@ -205,7 +205,7 @@ def _listen(
     refusal = "the certificate is not for a router or a worker of this state server"
     checks = [] if certificates is None else [PeerInterceptor(identities, refusal, metrics.STRANGERS.inc)]
     traces = [] if tracing is None else [CallTraces(tracing)]
-    interceptors = (*checks, Decoding(_OURS), Encoding(_OURS), *traces)
+    interceptors = (*checks, decoding(_OURS), encoding(_OURS), *traces)
     most = _UNCOUNTED_FROM * settings.max_calls
     server = grpc.aio.server(options=_options(settings), interceptors=interceptors, maximum_concurrent_rpcs=most)
     running = Running(settings.max_calls)

@@ -6,14 +6,13 @@ served meanwhile; so they are joined, some at a time, and the event loop serves 
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import methodcaller
-from typing import Any
 
-import grpc
 from google.protobuf.message import Message
 from lockstep_api.v1 import state_pb2
+from lockstep_common.grpc_handlers import HandlerChange
 from lockstep_common.wire import varint
 
 from lockstep_state.backend import StoredStream
@@ -37,26 +36,13 @@ class Encoded:
         return self.content
 
 
-class Encoding(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+def encoding(calls: str) -> HandlerChange:
     """Lets handlers answer with `Encoded`.
 
     Args:
         calls: how the names of these handlers' calls begin, as `/lockstep.v1.`.
     """
-
-    def __init__(self, calls: str) -> None:
-        self._calls = calls
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        """The handler of a call."""
-        handler: Any = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(self._calls):
-            return handler
-        return handler._replace(response_serializer=methodcaller("SerializeToString"))
+    return HandlerChange(calls, lambda _: {"response_serializer": methodcaller("SerializeToString")})
 
 
 @dataclass(frozen=True)
