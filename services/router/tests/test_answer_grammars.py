@@ -2,6 +2,8 @@
 nothing else, and the router's parsers read that.
 """
 
+import json
+
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from lockstep_api.v1 import inference_pb2
@@ -23,11 +25,15 @@ FORMS = {
     "hermes": ('<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>', "{}\n{}"),
     "llama3": ('{{"name": "{}", "parameters": {}}}', "{}; {}"),
     "mistral": ('{{"name": "{}", "arguments": {}}}', "[TOOL_CALLS][{}, {}]"),
+    "plain": ('{{"name": "{}", "arguments": {}}}', "[{}, {}]"),
 }
-ONE = {"hermes": "{}", "llama3": "{}", "mistral": "[TOOL_CALLS][{}]"}
+ONE = {"hermes": "{}", "llama3": "{}", "mistral": "[TOOL_CALLS][{}]", "plain": "[{}]"}
+BARE = ("llama3", "plain")
 
 
-async def make(make_cluster, name, **settings):
+async def make(make_cluster, name):
+    """A cluster of one worker. A model without a place for tools gets them in plain text."""
+    settings = {"model_tool_formats": {"reference": "json"}} if name.endswith("plain") else {}
     return await make_cluster(1, model=model_of(name), **settings)
 
 
@@ -43,8 +49,10 @@ async def grammar_of(cluster, field="tools", **fields):
     matcher = LLMatcher(tokenizer, grammar.text)
     assert not matcher.is_error(), matcher.get_error()
 
-    def takes(text):
-        fresh, ids = matcher.deep_copy(), ids_of(cluster.tokenizer, text)
+    def takes(text, *, is_spelled=False):
+        """`is_spelled`: the model writes each marker as ordinary characters."""
+        fresh, parts = matcher.deep_copy(), text if is_spelled else [text]
+        ids = [token_id for part in parts for token_id in ids_of(cluster.tokenizer, part)]
         return fresh.validate_tokens(ids) == len(ids) and fresh.consume_tokens(ids) and fresh.is_accepting()
 
     return takes, response.json()["choices"][0]
@@ -83,7 +91,7 @@ async def test_a_named_function_once(make_cluster, name):
 
 
 async def test_in_plain_text(make_cluster):
-    cluster = await make(make_cluster, "plain", model_tool_formats={"reference": "json"})
+    cluster = await make(make_cluster, "plain")
     text = f'[{{"name": "weather", "arguments": {PARIS}}}]'
     says(cluster, text)
     takes, choice = await grammar_of(cluster, tool_choice="required")
@@ -232,29 +240,58 @@ STRICT = [
 ]
 
 
-@pytest.mark.parametrize("name", [*FORMS, "plain thinking"])
+OPENED = ("Hm.</think>", "Hm.\n</think>\n\n")
+STRICT_MODELS = {
+    **{name: (name, ("",)) for name in FORMS if name not in BARE},
+    **{name: (name, ("", "\n\n")) for name in BARE},
+    "plain thinking": ("hermes", OPENED),
+    "thinking": ("hermes", (*OPENED, "<think>\nHm.</think>")),
+    "thinking llama3": ("llama3", OPENED),
+    "plain thinking llama3": ("llama3", OPENED),
+    "self thinking llama3": ("llama3", ("", "<think>Hm.</think>\n\n")),
+    "thinking plain": ("plain", OPENED),
+}
+"""The format of each model's calls, and what may come before them."""
+
+
+@pytest.mark.parametrize("name", STRICT_MODELS)
 async def test_calls_of_strict_tools_conform(make_cluster, name):
     cluster = await make(make_cluster, name)
-    before, kind = ("Hm.</think>\n\n", "hermes") if name == "plain thinking" else ("", name)
+    kind, befores = STRICT_MODELS[name]
     form, two = FORMS[kind]
+    is_bare = kind in BARE
     weather = ONE[kind].format(form.format("weather", PARIS))
-    says(cluster, before + weather)
+    says(cluster, befores[-1] + weather)
     takes, choice = await grammar_of(cluster, tools=STRICT, tool_choice="auto")
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == PARIS
-    assert takes(before + weather)
-    # One that is not strict takes any object.
-    assert takes(before + two.format(form.format("weather", PARIS), form.format("add", ANY)))
-    for text in ("", "Yes.", '{"city": 3}', "See <tool_cal", "a { b"):
-        assert takes(before + text)
-    for bad in (form.format("weather", '{"town": "x"}'), form.format("fly", "{}")):
-        assert not takes(before + ONE[kind].format(bad))
-    is_bare = kind == "llama3"
-    assert takes(f"{before}Yes. {weather}")  # without a marker it is text
-    assert not is_bare or choice["message"]["content"] is None
-    assert is_bare or not takes(f"{before}Yes. {ONE[kind].format(form.format('weather', '{}'))}")
+    assert choice["message"]["content"] is None
+    key = "parameters" if kind == "llama3" else "arguments"
+    others = [{"id": "1", "name": "weather", key: {}}, {"type": "functions", "name": "weather", key: {}}]
+    for before in befores:
+        assert takes(before + weather)
+        # A function that is not strict takes any object.
+        assert takes(before + two.format(form.format("weather", PARIS), form.format("add", ANY)))
+        for text in ("", "Yes.", "[a](b)", "See <tool_cal", "a { b", f"Yes. {weather}"):
+            assert takes(before + text), text
+        bad = [form.format("weather", '{"town": "x"}'), form.format("fly", "{}")]
+        bad += [json.dumps(each) for each in others] if is_bare else []
+        for call in bad:
+            assert not takes(before + ONE[kind].format(call)), call
+            assert is_bare or not takes(f"{before}Yes. {ONE[kind].format(call)}"), call
+            assert not takes(before + ONE[kind].format(call), is_spelled=True), call
+        assert takes(before + '{"city": 3}') == (not is_bare)
     takes, _ = await grammar_of(cluster, tools=STRICT, parallel_tool_calls=False)
-    assert takes(before + weather)
-    assert not takes(before + two.format(form.format("weather", PARIS), form.format("add", ANY)))
+    assert takes(befores[0] + weather)
+    assert not takes(befores[0] + two.format(form.format("weather", PARIS), form.format("add", ANY)))
+
+
+async def test_reasoning_has_one_end(make_cluster):
+    """However it is spelled: the parser reads text."""
+    cluster = await make(make_cluster, "thinking")
+    says(cluster, f"Hm.</think>{PARIS}")
+    takes, _ = await grammar_of(cluster, "response_format", tools=None, response_format=FORMAT)
+    assert takes(f"Hm. < /think></think>{PARIS}")
+    assert not takes(f"Hm.</think>{PARIS}", is_spelled=True)
 
 
 async def test_calls_of_strict_tools_behind_a_marker(make_cluster):
@@ -263,10 +300,48 @@ async def test_calls_of_strict_tools_behind_a_marker(make_cluster):
     says(cluster, "Yes.")
     takes, _ = await grammar_of(cluster, tools=STRICT)
     good, bad = (FORMS["llama3"][0].format("weather", arguments) for arguments in (PARIS, "{}"))
-    assert takes(f"Yes.<|python_tag|>{good}")
-    assert takes(f"<|python_tag|>{good}")
-    assert not takes(f"<|python_tag|>{bad}")
-    assert not takes(f'[{{"type": "function", "name": "weather", "parameters": {PARIS}}}]')
+    for before in ("", "Yes."):
+        assert takes(f"{before}<|python_tag|>{good}")
+        assert not takes(f"{before}<|python_tag|>{bad}")
+        assert not takes(f"{before}<|python_tag|>{bad}", is_spelled=True)
+    for between in ("; ", ";", "\n"):
+        assert takes(f"{good}{between}{good}")
+
+
+async def test_names_outside(make_cluster):
+    """Later models of Mistral have a token that stands between a name and its arguments."""
+    model = model_of("mistral arguments")
+    cluster = await make_cluster(1, model=model)
+    one = "[TOOL_CALLS]{}[ARGS]{}"
+    says(cluster, one.format("weather", PARIS))
+    for fields in ({"tool_choice": "required"}, {"tools": STRICT}):
+        takes, choice = await grammar_of(cluster, **fields)
+        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == PARIS
+        assert takes(one.format("weather", PARIS) + one.format("add", ANY))
+        assert takes(FORMS["mistral"][1].format(*[FORMS["mistral"][0].format("weather", PARIS)] * 2))
+        assert not takes(one.format("weather", "{}"))
+        assert not takes(one.format("fly", PARIS))
+
+
+async def test_descriptions_are_in_no_grammar(make_cluster):
+    """So their length does not count."""
+    long = [{"type": "function", "function": {"name": f"f{n}", "description": "x" * 16_000}} for n in range(4)]
+    model = model_of("hermes")
+    model["card"].context_length = 1 << 17
+    cluster = await make_cluster(1, model=model)
+    for fields in ({"tools": [*STRICT, *long]}, {"tools": long, "response_format": FORMAT}):
+        response = await cluster.chat(messages=ASK, max_tokens=5, **fields)
+        assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("text", ["[" * 60_000, '{"const": "\\ud800"}', "[]", "3", "{"])
+async def test_a_schema_that_is_none_reaches_workers_as_it_is(make_cluster, text):
+    """They say what is wrong with it."""
+    cluster = await make(make_cluster, "thinking")
+    says(cluster, "1")
+    response = await cluster.chat(messages=ASK, max_tokens=5, structured_outputs={"json": text})
+    assert response.status_code == 200, response.text
+    assert cluster.workers[0].submits[-1].sampling.grammar.text == text
 
 
 @pytest.mark.parametrize(

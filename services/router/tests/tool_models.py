@@ -24,11 +24,10 @@ HERMES_TEMPLATE = """\
 {{ message.content }}<|im_end|>
 {% endif %}{% endfor %}<|im_start|>assistant
 """
-THINKING_TEMPLATE = (
-    HERMES_TEMPLATE + "{%- if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
-    "{% else %}<think>\n{% endif %}"
+THINKING = (
+    "{%- if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
 )
-SELF_THINKING_TEMPLATE = HERMES_TEMPLATE + "{#- </think> #}"
+SELF_THINKING = "{#- </think> #}"
 """The model itself begins its reasoning, if it wants to."""
 LLAMA3_TEMPLATE = """\
 {%- for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>
@@ -64,24 +63,27 @@ DEEPSEEK_LIKE_TEMPLATE = """\
 {% endif %}{% endfor %}{% for tool in tools or [] %}{"name": "{{ tool.function.name }}", "arguments": {}}{% endfor %}"""
 
 CHATML = {"<|im_start|>": True, "<|im_end|>": True, "<tool_call>": False, "</tool_call>": False}
+THINK = {"<think>": False, "</think>": False}
+LLAMA3 = dict.fromkeys(["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"], True)
+MISTRAL = dict.fromkeys(
+    ["[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"], True
+)
+PLAIN_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant]"
 MODELS = {
     "hermes": (HERMES_TEMPLATE, CHATML),
-    "thinking": (THINKING_TEMPLATE, CHATML | {"<think>": False, "</think>": False}),
-    "special thinking": (THINKING_TEMPLATE, dict.fromkeys([*CHATML, "<think>", "</think>"], True)),
-    "plain thinking": (THINKING_TEMPLATE, dict.fromkeys(["<|im_start|>", "<|im_end|>"], True)),
-    "self thinking": (SELF_THINKING_TEMPLATE, CHATML | {"<think>": False, "</think>": False}),
-    "llama3": (
-        LLAMA3_TEMPLATE,
-        dict.fromkeys(["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"], True),
-    ),
-    "mistral": (
-        MISTRAL_TEMPLATE,
-        dict.fromkeys(
-            ["[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"], True
-        ),
-    ),
+    "thinking": (HERMES_TEMPLATE + THINKING, CHATML | THINK),
+    "special thinking": (HERMES_TEMPLATE + THINKING, dict.fromkeys([*CHATML, "<think>", "</think>"], True)),
+    "plain thinking": (HERMES_TEMPLATE + THINKING, dict.fromkeys(["<|im_start|>", "<|im_end|>"], True)),
+    "self thinking": (HERMES_TEMPLATE + SELF_THINKING, CHATML | THINK),
+    "llama3": (LLAMA3_TEMPLATE, LLAMA3),
+    "thinking llama3": (LLAMA3_TEMPLATE + THINKING, LLAMA3 | THINK),
+    "plain thinking llama3": (LLAMA3_TEMPLATE + THINKING, LLAMA3),
+    "self thinking llama3": (LLAMA3_TEMPLATE + SELF_THINKING, LLAMA3),
+    "mistral": (MISTRAL_TEMPLATE, MISTRAL),
+    "mistral arguments": (MISTRAL_TEMPLATE, MISTRAL | {"[ARGS]": True}),
     "deepseek": (DEEPSEEK_LIKE_TEMPLATE, {}),
-    "plain": ("{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant]", {}),
+    "plain": (PLAIN_TEMPLATE, {}),
+    "thinking plain": (PLAIN_TEMPLATE + THINKING, THINK),
 }
 
 

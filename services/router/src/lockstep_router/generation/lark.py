@@ -1,14 +1,21 @@
-"""Pieces of grammars in llguidance's variant of Lark. What a regular expression takes has no added tokens in it."""
+"""Pieces of grammars in llguidance's variant of Lark.
+
+llguidance follows all terminals that may come next at once, and takes the longest one that it can: when a terminal has
+come to nothing it tries none of the shorter ones. So where a terminal for any text stands beside others, it must end
+where they begin.
+"""
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep_common.protocol import JSON_SCHEMA_OPTIONS
 
 from lockstep_router.text.tokenizer import Tokenizer
 
+ANY_TEXT = "/(?s:.*)/"
+SPACES = "/[ \\n]{0,4}/"
 _UNQUOTABLE = re.compile(r"(\\[^\n\r])|\\?([/\n\r])", re.DOTALL)
 _ESCAPES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 
@@ -20,7 +27,8 @@ def regex(pattern: str) -> str:
 
 def nested_schema(schema: Mapping[str, Any], options: Mapping[str, Any] = JSON_SCHEMA_OPTIONS) -> str:
     """JSON that conforms to a schema."""
-    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
+    given = {**schema, "x-guidance": options}
+    return f"%json {json.dumps(given, ensure_ascii=False, separators=(',', ':'))}"
 
 
 def marker(text: str, tokenizer: Tokenizer) -> str:
@@ -29,15 +37,15 @@ def marker(text: str, tokenizer: Tokenizer) -> str:
     return json.dumps(text) if token_id is None else f"<[{token_id}]>"
 
 
-def rule_up_to(name: str, end: str, tokenizer: Tokenizer) -> str:
+def without(text: str) -> str:
+    """What a terminal has behind it, so that a marker does not occur in it, in whichever tokens."""
+    return f" & ~{regex(f'(?s:.*){re.escape(text)}(?s:.*)')}"
+
+
+def rules_up_to(name: str, end: str, tokenizer: Tokenizer) -> Iterator[str]:
     """A rule for any text up to a marker, and the marker."""
     if tokenizer.added_id_of(end) is None:
-        return f"{name}[lazy]: {regex(f'(?s:.*){re.escape(end)}')}"
-    return f"{name}: /(?s:.*)/ {marker(end, tokenizer)}"
-
-
-def terminal_without(name: str, text: str, tokenizer: Tokenizer) -> str:
-    """A terminal for any text in which a marker, if there is one, does not occur."""
-    if text and tokenizer.added_id_of(text) is None:
-        return f"{name}: /(?s:.*)/ & ~{regex(f'(?s:.*){re.escape(text)}(?s:.*)')}"
-    return f"{name}: /(?s:.*)/"
+        yield f"{name}[lazy]: {regex(f'(?s:.*){re.escape(end)}')}"
+    else:
+        yield f"{name}: {name.upper()} {marker(end, tokenizer)}"
+        yield f"{name.upper()}: {ANY_TEXT}{without(end)}"

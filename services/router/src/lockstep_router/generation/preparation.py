@@ -122,12 +122,11 @@ async def _prepare(
 
     encoded = await encoder.encode_all(request.prompts, tokenizer, card, keep_text=request.echo, check=check)
     parsing = choose_parsing(request.prompts[0], encoded[0].ids, tokenizer, card, encoder.formats)
-    if parsing is not None:
-        grammar = answer_grammar(form, use, parsing, tokenizer)
-        if grammar is not None:
+    if parsing is not None and (grammar := answer_grammar(form, use, parsing, tokenizer)) is not None:
+        if grammar is form:
+            parsing = None  # nothing else is in the answer
+        else:
             samplings[0].grammar.CopyFrom(grammar)
-        elif form is not None:
-            parsing = None  # the answer is what the grammar describes, from its first character on
     base, caller = workers.rng.randbytes(12).hex(), request.caller
     journals: list[Journal] = []
     for index, (prompt, sampling) in enumerate(zip(encoded, samplings, strict=True)):
