@@ -166,6 +166,8 @@ async def test_one_that_dies_is_replaced_while_the_other_serves(tmp_path):
                 if (await status(client))["processes"][0]["restarts"]:
                     break  # the machine paused meanwhile
                 await asyncio.sleep(0.01)
+            while _runs(first):  # until then it may take a connection
+                await asyncio.sleep(0.01)
         _, answer = await complete(client, entry["port"])
         assert answer.status_code == 200
         async with asyncio.timeout(DEADLINE_S):
