@@ -1,15 +1,17 @@
 """Whatever one client does, the others' streams continue, /healthz and new requests are answered, nothing is left over.
 
-What is held here, so that it holds on slow and busy machines: no stream fails and memory is freed in every try, and in
-one of three tries all times are below their limits, because other work can only make them longer. On a machine that is
-slower in calm, just before the attack, these limits are longer, up to four times. What is reached on a machine without
-other work is the figure in `docs/bench/hostile.md`, which `tools/bench/hostile.py` measures: lower, and without tries
-or a factor.
+What is held here, so that it holds on slow and busy machines: no stream fails and memory is freed in every try. Times
+are below their limits in the first try, or each in two of three: in one the machine may have paused the router, the
+workers or this process. The p99 of /healthz is below 200 ms in these, and below 100 ms in the best of all. On a machine
+that is slower in calm, just before the attack, these limits are longer, up to four times. What is reached on a machine
+without other work is the figure in `docs/bench/hostile.md`, which `tools/bench/hostile.py` measures: lower, and without
+tries or a factor.
 """
 
 import os
 import signal
 import threading
+from collections import Counter
 
 import pytest
 from lockstep_tools.hostile.attacks import names
@@ -19,11 +21,11 @@ SECONDS = 2.0
 _CALM_S = 1.0
 _LATEST_S = {
     "silence_s": LIMITS["silence_s"],
-    "healthz_p99_s": LIMITS["healthz_p99_s"],
+    "healthz_p99_s": 0.2,
     "first_token_s": 2.0,
     "vanished_s": LIMITS["vanished_s"],
 }
-"""Of one try, all of them: in another one the machine may have paused the router, the workers or this process."""
+"""In the first try, or each in two of three."""
 _CALM_SILENCE_S = 0.1  # two tokens at 20 a second
 _CALM_HEALTHZ_P99_S = 0.01
 _MAX_SLOWNESS = 4.0
@@ -37,8 +39,9 @@ _FAST = {"mixed-prompt", "stalled-bodies", "pipelining", "unread", "websocket-va
     "name", [pytest.param(name, marks=() if name in _FAST else pytest.mark.slow) for name in names()]
 )
 def test_attack_is_not_noticed(scene: Scene, name: str, summarize) -> None:
-    late = []
-    for _ in range(_TRIES):
+    late: Counter[str] = Counter()
+    is_prompt = False
+    for number in range(_TRIES):
         quiet = calm(scene.observer, _CALM_S)
         outcome = attack(scene.target, scene.observer, name, SECONDS)
         slowness = min(
@@ -54,10 +57,12 @@ def test_attack_is_not_noticed(scene: Scene, name: str, summarize) -> None:
         assert not outcome.failures
         assert outcome.memory_peak_bytes < LIMITS["memory_peak_bytes"]
         assert outcome.memory_left_bytes < LIMITS["memory_left_bytes"]
-        late.append(too_late(outcome, slowness))
-        if not late[-1]:
+        late.update(too_late(outcome, slowness))
+        is_prompt |= outcome.healthz_p99_s < LIMITS["healthz_p99_s"] * slowness
+        if number == 0 and is_prompt and not late:
             return
-    pytest.fail(f"late in each try: {late}")
+    assert is_prompt, "/healthz was late in every try"
+    assert max(late.values(), default=0) < 2, f"late in several tries: {late}"
 
 
 def test_silence_that_outlasts_its_attack_counts_whole(scene: Scene) -> None:
