@@ -7,12 +7,12 @@ SOURCES := libs services tools tests conftest.py
 # Minutes of waiting for alerts, drains and queues: first of all, so that the other processes compute meanwhile.
 WAITING_SYSTEM_TESTS := $(addprefix tests/integration/,test_alerts.py test_state_alerts.py test_balance_alerts.py test_worker_alerts.py test_gpu_stack.py test_trace_moves.py test_waiting.py)
 # The longest tests first, so that no process is left with them at the end.
-PARALLEL_SYSTEM_TESTS := $(addprefix tests/,hostile/test_doors.py hostile/test_state_door.py hostile/test_worker_door.py integration/test_refused_models.py \
+PARALLEL_SYSTEM_TESTS := $(addprefix tests/,hostile/test_doors.py console hostile/test_state_door.py hostile/test_worker_door.py integration/test_refused_models.py \
   integration/test_prefix_reports.py integration/test_remote_cache.py integration/test_traces.py integration/test_debug.py integration/test_secrecy.py integration/test_causes.py \
   integration/test_serve.py integration/test_routers.py integration/test_client.py)
 # Nothing that imports triton may come before libs, whose tests choose its interpreter.
 PARALLEL_TESTS := $(WAITING_SYSTEM_TESTS) tests/simulation tests/conformance libs $(PARALLEL_SYSTEM_TESTS) tests/contract services tools/tests tests/deployment
-SYSTEM_TESTS := tests/integration tests/hostile tests/chaos tests/console tests/cluster $(addprefix --ignore=,$(WAITING_SYSTEM_TESTS) $(PARALLEL_SYSTEM_TESTS))
+SYSTEM_TESTS := tests/integration tests/hostile tests/chaos tests/cluster $(addprefix --ignore=,$(WAITING_SYSTEM_TESTS) $(PARALLEL_SYSTEM_TESTS))
 # Tests wait longer than they compute.
 JOBS ?= $(shell nproc | awk '{jobs = $$1 * 5 / 2; print jobs < 10 ? int(jobs) : 10}')
 # These compute all the time.
@@ -64,8 +64,8 @@ endif
 
 # The tests that `make test` leaves out because they take long, and those again whose length can be chosen.
 test-slow: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(SLOW_JOBS) --dist loadfile -m "$(SLOW)" $(PARALLEL_TESTS)
-	$(BIN)/pytest -m "$(SLOW)" $(SYSTEM_TESTS) --ignore=tests/chaos/test_random_kills.py --ignore=tests/hostile/test_schema.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(SLOW_JOBS) --dist loadfile --durations=20 -m "$(SLOW)" $(PARALLEL_TESTS)
+	$(BIN)/pytest --durations=20 -m "$(SLOW)" $(SYSTEM_TESTS) --ignore=tests/chaos/test_random_kills.py --ignore=tests/hostile/test_schema.py
 	$(BIN)/pytest -n 2 tests/hostile/test_schema.py --fuzz-cases 10000
 	$(BIN)/pytest tests/chaos/test_random_kills.py --kills 12
 

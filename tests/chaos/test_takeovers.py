@@ -222,7 +222,7 @@ async def test_streams_of_a_killed_router_go_on(
     seed = chosen_seed(pytestconfig)
     before = traces()
     # The streams outlast a pause of the machine, and of three kills there is a middle one.
-    silences = await check_kills(store, streams=16, tokens=100, token_every_s=0.1, kills=3, seed=seed)
+    silences = await check_kills(store, streams=16, tokens=60, token_every_s=0.1, kills=3, seed=seed)
     summarize(described(16, 3, store, silences))
     assert silences.continued >= 1
     assert statistics.median(silences.excess_s) < 0, silences

@@ -15,7 +15,7 @@ CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := s
 TIMEOUT_MS = 120_000
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # Playwright's event loop runs until it is closed, and other modules have their own
 def browser():
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="needs Playwright for Python: pip install playwright"
