@@ -5,7 +5,7 @@ BIN := .venv/bin
 PACKAGES := libs/api libs/common libs/client libs/engine services/router services/inference-worker services/kv-state-server tools
 SOURCES := libs services tools tests conftest.py
 # Minutes of waiting for alerts, drains and queues: first of all, so that the other processes compute meanwhile.
-WAITING_SYSTEM_TESTS := $(addprefix tests/integration/,test_alerts.py test_state_alerts.py test_balance_alerts.py test_worker_alerts.py test_gpu_stack.py test_trace_moves.py test_waiting.py)
+WAITING_SYSTEM_TESTS := $(addprefix tests/integration/,test_alerts.py test_state_alerts.py test_balance_alerts.py test_worker_alerts.py test_gpu_stack.py test_dashboards.py test_native_histograms.py test_trace_moves.py test_waiting.py)
 # The longest tests first, so that no process is left with them at the end.
 PARALLEL_SYSTEM_TESTS := $(addprefix tests/,hostile/test_doors.py console hostile/test_state_door.py hostile/test_worker_door.py integration/test_refused_models.py \
   integration/test_prefix_reports.py integration/test_remote_cache.py integration/test_traces.py integration/test_debug.py integration/test_secrecy.py integration/test_causes.py \
@@ -19,8 +19,8 @@ JOBS ?= $(shell nproc | awk '{jobs = $$1 * 5 / 2; print jobs < 10 ? int(jobs) : 
 COMPUTING_JOBS ?= $(shell nproc | awk '{print $$1 < 4 ? $$1 + 1 : 4}')
 QUICK := not slow and not exhaustive
 SLOW := slow and not exhaustive
-# Of the slow ones, one waits beside those that compute.
-SLOW_JOBS ?= $(shell expr $(COMPUTING_JOBS) + 1)
+# Of the slow ones, two wait beside those that compute.
+SLOW_JOBS ?= $(shell expr $(COMPUTING_JOBS) + 2)
 MODEL ?= models/reference
 # Where it is set, every process that a test starts compiles our sources again, half a second each.
 export PYTHONDONTWRITEBYTECODE :=
