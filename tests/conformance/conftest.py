@@ -12,8 +12,9 @@ from lockstep_tools.serving.stack import Stack, StackSettings
 from machine import standing_still, wait_for
 from system import REFERENCE, Json, System, is_idle
 
-_IN_FLIGHT = 2
-"""Steps of a worker whose results may come after its last stream has been cancelled."""
+_IN_FLIGHT = 16
+"""More than the steps whose results may come after the last stream has been cancelled. A stream that goes on makes
+hundreds."""
 _TRIES = 5
 
 
