@@ -31,8 +31,8 @@ _CALM_HEALTHZ_P99_S = 0.01
 _MAX_SLOWNESS = 4.0
 _TRIES = 3
 _STOPPED_S = 4.0
-_FAST = {"mixed-prompt", "stalled-bodies", "pipelining", "unread", "websocket-vanishing"}
-"""Tokenizing, memory, connections, back-pressure and sockets; `make test-slow` has the others."""
+_FAST = {"mixed-prompt", "stalled-bodies", "websocket-vanishing"}
+"""Tokenizing, memory and sockets; `make test-slow` has the others."""
 
 
 @pytest.mark.parametrize(

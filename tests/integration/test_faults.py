@@ -136,6 +136,7 @@ async def test_a_killed_worker_is_started_again(system: System, slow_steps: Slow
     assert after["incarnation"] > disturbed.worker["incarnation"]
 
 
+@pytest.mark.slow
 async def test_a_rank_that_dies_while_a_stream_has_a_grammar(system: System, slow_steps: SlowSteps) -> None:
     """The other worker goes on at the same place of the grammar: the text is that of the undisturbed stream."""
     rest = {"seed": 4, "ignore_eos": True, "max_tokens": 400, "response_format": {"type": "json_object"}}
@@ -161,6 +162,7 @@ async def test_a_hung_rank_is_named_and_replaced(system: System, slow_steps: Slo
     assert not psutil.pid_exists(hung)
 
 
+@pytest.mark.slow
 async def test_a_worker_that_falls_silent(system: System, slow_steps: SlowSteps, undisturbed: History) -> None:
     async with Disturbed(system, slow_steps, undisturbed) as disturbed:
         os.kill(disturbed.worker["pid"], signal.SIGSTOP)
