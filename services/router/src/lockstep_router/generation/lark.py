@@ -16,6 +16,7 @@ from lockstep_router.text.tokenizer import Tokenizer
 
 ANY_TEXT = "/(?s:.*)/"
 SPACES = "/[ \\n]{0,4}/"
+"""What models write between reasoning and answer, or before a call."""
 _UNQUOTABLE = re.compile(r"(\\[^\n\r])|\\?([/\n\r])", re.DOTALL)
 _ESCAPES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 

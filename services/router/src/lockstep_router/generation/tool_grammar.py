@@ -23,6 +23,7 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _NO_BARE_CALL = r"/(\[?[^ \n\r\t\[{](?s:.*)|\[)?/"
 """Any text, but one that begins as a call or a list of them without a marker."""
 _ARGS = "[ARGS]"
+"""Mistral's marker between a name and its arguments."""
 
 
 def rules_of_calls(
