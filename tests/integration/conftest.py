@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from jaeger import jaeger, jaeger_program
 from otlp_receiver import grpc_receiver
+from slow_steps import sparing_steps
 from spans import Collecting, Collector
 
 
@@ -31,3 +32,10 @@ def collecting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def receiver(collecting: Collecting) -> Collector:
     """What the collector has got."""
     return collecting.receiver
+
+
+@pytest.fixture(scope="module")
+def spares_cpu() -> Iterator[None]:
+    """For a fixture that starts workers which are busy for minutes while their tests wait."""
+    with sparing_steps():
+        yield

@@ -133,7 +133,7 @@ def held(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stack(redis: RedisServer, held: Path) -> Iterator[Stack]:
+def stack(redis: RedisServer, held: Path, spares_cpu: None) -> Iterator[Stack]:
     """A router, a worker of two ranks with a small cache, and a state server with Redis."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SETTINGS.items():

@@ -26,7 +26,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def system() -> Iterator[System]:
+def system(spares_cpu: None) -> Iterator[System]:
     """Two workers."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SETTINGS.items():

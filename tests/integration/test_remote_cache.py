@@ -101,14 +101,15 @@ def test_the_next_turn_on_another_worker_takes_its_prefix_from_the_state_server(
     one, other = one_session_each(system)
     for attempt in range(_TRIES):
         first = story(f"Story {attempt}.")
-        answer, _ = ask(system, one, first)
+        place, answer, _ = ask_and_find(system, one, first)
         time.sleep(
             0.1 * 2**attempt
         )  # blocks are stored behind the answer; a worker that asks too early computes what is missing
         second = f"{first}{answer} And then, in the morning,"
-        text, cached = ask(system, other, second, headers(attempt + 1))
+        elsewhere, text, cached = ask_and_find(system, other, second, headers(attempt + 1))
         assert text == ask(system, one, second)[0]
-        if cached > 0.8 * len(system.tokenize(first)):
+        # On a busy machine a session may leave a worker that is suspected for a moment.
+        if elsewhere != place and cached > 0.8 * len(system.tokenize(first)):
             check_fetch(receiver, attempt + 1, cached)
             return
     raise AssertionError("the other worker has computed every prefix, or most of it")

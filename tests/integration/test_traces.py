@@ -64,9 +64,6 @@ def traced(
     assert left_since(before) == []
 
 
-@pytest.mark.parametrize(
-    "collecting", ["double", pytest.param("jaeger", marks=pytest.mark.slow)], indirect=True, scope="module"
-)
 def test_a_trace_reaches_from_the_request_to_each_rank(traced: Traced) -> None:
     assert complete(traced.system, 1, 20).status_code == 200
     wait_for(

@@ -28,7 +28,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def systems() -> Iterator[list[System]]:
+def systems(spares_cpu: None) -> Iterator[list[System]]:
     """Two routers with the same two workers."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SETTINGS.items():

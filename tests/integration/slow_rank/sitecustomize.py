@@ -4,7 +4,8 @@ start; only workers and their processes that fork ranks are changed. No service 
 SLOW_RANK_FILE: the last rank computes 50 ms longer a step. RANK_PACE_FILE: before each collective every rank computes
 for as many ms as the file says for it, such as `20 26`; `{engine}` in its path is the engine's label. HELD_RANKS_FILE:
 ranks that start do not get further.
-HASTY_FILE: profiles of an idle engine end after a second.
+HASTY_FILE: profiles of an idle engine end after a second. STEP_PAUSE_MS is no file but how long every rank sleeps in
+each step, always.
 """
 
 import os
@@ -12,6 +13,17 @@ import sys
 import time
 
 DELAY_S = 0.05
+
+if any("lockstep_engine.zygote" in argument for argument in sys.orig_argv) and "STEP_PAUSE_MS" in os.environ:
+    from lockstep_engine.rank import Rank
+
+    hurried = Rank.forward
+
+    def resting(self, *arguments):
+        time.sleep(float(os.environ["STEP_PAUSE_MS"]) / 1000)
+        return hurried(self, *arguments)
+
+    Rank.forward = resting
 
 if any("lockstep_engine.zygote" in argument for argument in sys.orig_argv) and "SLOW_RANK_FILE" in os.environ:
     from lockstep_engine.rank import Rank
