@@ -24,7 +24,7 @@ def collecting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         elif program := jaeger_program():
             receiver = end.enter_context(jaeger(program, tmp_path_factory.mktemp("jaeger")))
         else:
-            pytest.skip("jaeger is not on PATH, and there is no kit for clusters (LOCKSTEP_KUBE_KIT) that has it")
+            pytest.skip("jaeger is not on PATH, and there is no kit for clusters (KUBE_KIT) that has it")
         yield Collecting(receiver, end)
 
 

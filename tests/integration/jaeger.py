@@ -20,7 +20,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from otlp_receiver import Received, received
 
 _ROOT = Path(__file__).parents[2]
-_KIT = "LOCKSTEP_KUBE_KIT"
+_KIT = "KUBE_KIT"
 _TRACES = 1000
 """That it keeps and gives at most: far more than a test makes."""
 _IDS = ("traceId", "spanId", "parentSpanId")

@@ -12,7 +12,7 @@ from serving import Serve
 from slow_steps import SLOW_TOKENS, SlowSteps
 from system import MODEL
 
-pytestmark = pytest.mark.usefixtures("private_tmp")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("private_tmp")]
 
 TOKENS = SLOW_TOKENS
 FIELDS = {"model": MODEL, "prompt": "It was a dark night, and", "max_tokens": TOKENS, "seed": 5, "ignore_eos": True}

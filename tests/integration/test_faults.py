@@ -150,6 +150,7 @@ async def test_a_rank_that_dies_while_a_stream_has_a_grammar(system: System, slo
     assert disturbed.moves == 1
 
 
+@pytest.mark.slow
 async def test_a_hung_rank_is_named_and_replaced(system: System, slow_steps: SlowSteps, undisturbed: History) -> None:
     async with Disturbed(system, slow_steps, undisturbed) as disturbed:
         worker_id, hung = disturbed.worker["id"], disturbed.worker["ranks"][0]["pid"]

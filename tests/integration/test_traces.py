@@ -31,6 +31,8 @@ from spans import (
 )
 from system import MODEL, System
 
+pytestmark = pytest.mark.slow
+
 STARTS = 20
 """Most starts of a worker's ranks until their clocks have been measured well enough."""
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fast_cases import fast_if, further
+from fast_cases import further
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine import (
     AsyncEngine,
@@ -21,6 +21,8 @@ from lockstep_engine import (
     Request,
     SamplingParams,
 )
+
+pytestmark = pytest.mark.slow
 
 MODEL = Path(__file__).parents[3] / "models/reference"
 TEXT = "It was a dark night, and the wind"
@@ -85,7 +87,7 @@ def test_log_probabilities_are_finite_and_in_order(unbroken):
         assert all(value > float("-inf") for value in values)
 
 
-@pytest.mark.parametrize("name", [fast_if(False, "greedy"), "seeded"])
+@pytest.mark.parametrize("name", PARAMS)
 def test_a_stream_resumed_at_any_position_equals_the_unbroken_one(engine, unbroken, name):
     ids, logprobs, finish = unbroken[name]
     for count in sorted({1, len(ids) // 3, len(ids) // 2, len(ids) - 1}):
@@ -93,7 +95,6 @@ def test_a_stream_resumed_at_any_position_equals_the_unbroken_one(engine, unbrok
     assert outputs_of(engine, PARAMS[name], ids) == ([], [], finish)
 
 
-@pytest.mark.slow
 def test_one_rank_and_other_streams_change_nothing(unbroken):
     with Engine(MODEL, threads=1, max_batch_tokens=64) as alone:
         free = alone.generate_ids([TEXT], FREE)[0]
@@ -105,7 +106,6 @@ def test_one_rank_and_other_streams_change_nothing(unbroken):
     assert together[4][-1].finish is FinishReason.LENGTH
 
 
-@pytest.mark.slow
 def test_preempted_streams_give_the_same_tokens(unbroken):
     with Engine(MODEL, threads=1, kv_memory_bytes=24 * 16 * 5 * 2 * 256 * 4, kv_compression="none") as small:
         params = [replace(each, logprobs=None) for each in (GREEDY, SEEDED)] * 4
@@ -115,7 +115,6 @@ def test_preempted_streams_give_the_same_tokens(unbroken):
         assert status.free_blocks == status.total_blocks == 24
 
 
-@pytest.mark.slow
 def test_with_overlap_streams_are_the_same(unbroken):
     with Engine(MODEL, threads=1, overlap=True) as ahead:
         ids = ahead.generate_ids([TEXT] * 3, [GREEDY, FREE, SEEDED])
@@ -169,7 +168,6 @@ class Running:
         return self.ids.get(name, [])
 
 
-@pytest.mark.slow
 async def test_compiling_delays_no_other_stream_and_can_be_cancelled(monkeypatch):
     running = Running()
     engine = running.engine
@@ -197,7 +195,6 @@ async def test_compiling_delays_no_other_stream_and_can_be_cancelled(monkeypatch
         await engine.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGKILL, further(signal.SIGSTOP)])
 async def test_a_rank_that_ends_while_streams_have_grammars(end):
     """They continue from the tokens that they have emitted, and equal unbroken ones."""

@@ -255,6 +255,7 @@ async def test_an_exception_that_ends_a_rank_is_logged_without_what_it_quotes(gr
     assert "yranac" not in str([vars(record) for record in caplog.records])
 
 
+@pytest.mark.slow
 async def test_a_rank_that_hangs_tells_where(group, monkeypatch):
     monkeypatch.setattr("lockstep_engine.group.STACK_DUMP_S", 4.0)
     _, listener, run, logged = group
@@ -293,6 +294,7 @@ async def test_a_view_shows_where_a_rank_is_stopped_and_where_the_others_wait(gr
     assert "run_rank" in ranks.view()[1].stack
 
 
+@pytest.mark.slow
 async def test_a_rank_that_stays_stopped_tells_where(group, monkeypatch):
     patient(monkeypatch)
     _, listener, run, logged = group

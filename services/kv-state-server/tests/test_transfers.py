@@ -67,6 +67,7 @@ async def read_patiently(client, call):
             call = ask_for_all(client)
 
 
+@pytest.mark.slow
 async def test_memory_of_large_blocks_is_bounded(tmp_path, store):
     """Sixteen callers that want 48 MiB each, eight that put: their blocks together would be more than 512 MiB."""
     listen = f"unix:{tmp_path}/state"
@@ -94,7 +95,7 @@ async def test_the_bytes_that_are_moved_are_counted(tmp_path):
         async with slow_callers(client, 4) as calls:
             await eventually(async_(lambda: moved() > 2 * LARGE))
             assert moved() <= 20 * MIB
-            assert all(await asyncio.gather(*map(read_all, calls)))
+            assert all(await asyncio.gather(*(read_patiently(client, call) for call in calls)))
         await eventually(async_(lambda: moved() == 0))
 
 

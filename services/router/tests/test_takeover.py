@@ -307,8 +307,8 @@ async def test_finished_answer_is_given_by_all_without_a_worker(sharing, routers
 
 async def test_failure_is_given_again_elsewhere(sharing, routers):
     first, second = routers
-    slow(sharing)
-    response = await first.client.post("/v1/completions", json=LONG, headers={"x-request-timeout": "0.3"})
+    slow(sharing, 0.1)  # the stream would take 10 s
+    response = await first.client.post("/v1/completions", json=LONG, headers={"x-request-timeout": "4.0"})
     events = events_of(response)
     assert events[-1][1]["error"]["code"] == "deadline_exceeded"
     await mirrored(first)
@@ -318,9 +318,9 @@ async def test_failure_is_given_again_elsewhere(sharing, routers):
 
 async def test_deadline_of_the_client_holds_at_the_next_router(sharing, routers):
     first, second = routers
-    slow(sharing, 0.05)  # the stream would take 5 s
+    slow(sharing, 0.1)  # the stream would take 10 s
     async with first.over_http() as client:
-        stream_id, before = await leave_after(client, LONG, 1, **{"x-request-timeout": "2.0"})
+        stream_id, before = await leave_after(client, LONG, 1, **{"x-request-timeout": "4.0"})
         await mirrored_to(first, stream_id, 1)
     rest = events_of(await resume(second.client, stream_id, before[-1][0]))
     assert rest[-1][1]["error"]["code"] == "deadline_exceeded"
