@@ -146,22 +146,27 @@ async def test_a_killed_rank_fails_its_streams_and_the_group_restarts():
 
 
 @pytest.mark.slow
-async def test_a_stopped_rank_is_found_named_and_replaced():
+@pytest.mark.parametrize("computes_a_prompt", [False, True])
+async def test_a_stopped_rank_is_found_named_and_replaced(computes_a_prompt):
+    """Also during a prompt: a few tokens get no more of its long deadline than they can need."""
     import os  # noqa: PLC0415
     import signal  # noqa: PLC0415
 
     outputs: asyncio.Queue[Output] = asyncio.Queue()
     reasons: list[str] = []
     engine = AsyncEngine(
-        EngineConfig(model=str(MODEL), tp=2, threads=1, decode_deadline_s=3.0),
+        EngineConfig(model=str(MODEL), tp=2, threads=1, decode_deadline_s=3.0, prefill_deadline_s=4 * WAIT_S),
         on_outputs=lambda _step, new: [outputs.put_nowait(each) for each in new],
         on_change=lambda: reasons.append(engine.status().reason),
     )
     await engine.start()
     try:
-        engine.submit(Request("victim", (5, 6, 7), SamplingParams(max_tokens=1000, temperature=0)))
-        await asyncio.wait_for(outputs.get(), WAIT_S)
+        if not computes_a_prompt:
+            engine.submit(Request("victim", (5, 6, 7), SamplingParams(max_tokens=1000, temperature=0)))
+            await asyncio.wait_for(outputs.get(), WAIT_S)
         os.kill(engine.status().ranks[1].pid, signal.SIGSTOP)
+        if computes_a_prompt:
+            engine.submit(Request("victim", (5, 6, 7), SamplingParams(max_tokens=1000, temperature=0)))
         while (await asyncio.wait_for(outputs.get(), WAIT_S)).error is None:
             pass
         assert any(reason.startswith("rank 1 ") for reason in reasons)

@@ -125,7 +125,8 @@ class EngineConfig:
     decode_deadline_s: float = 5.0
     """A decode step that takes longer is taken for a hang."""
     prefill_deadline_s: float = 15.0
-    """A step with prompt tokens, or with blocks from host memory, that takes longer is taken for a hang."""
+    """A step with prompt tokens, or with blocks from host memory, that takes longer is taken for a hang. On a CPU one
+    with few prompt tokens has less time: `decode_deadline_s` and ten times what so many take at the measured pace."""
 
     def __post_init__(self) -> None:
         checks = (

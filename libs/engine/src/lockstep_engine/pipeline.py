@@ -8,7 +8,7 @@ from lockstep_engine.constraint import MaskThreads
 from lockstep_engine.engine_status import EngineState
 from lockstep_engine.group_lifecycle import GroupLifecycle
 from lockstep_engine.mailbox import MAX_IN_FLIGHT
-from lockstep_engine.plan import Result
+from lockstep_engine.plan import Plan, Result
 from lockstep_engine.prompt_pace import PromptPace
 from lockstep_engine.request import Output
 from lockstep_engine.scheduler import Scheduler
@@ -19,6 +19,10 @@ _MASK_WAIT_S = 0.0005
 that this is all that grammars cost other streams."""
 _MASKS_ALONE_WAIT_S = 0.005
 """The same while every stream has a grammar: more of them then share a step."""
+
+_SLOWER = 10
+"""A step with parts of prompts may be so many times slower than the steps before it: tokens far into a long context
+take several times as long as the first ones."""
 
 
 class Pipeline:
@@ -53,6 +57,7 @@ class Pipeline:
         self._on_shed = on_shed
         self._depth = 1
         self._waits_for_masks = False
+        self._may_build = False
         self.timing = StepTiming()
 
     def begin(self, device: str) -> None:
@@ -60,6 +65,7 @@ class Pipeline:
         self._depth = 1 if self._config.overlap is False else MAX_IN_FLIGHT
         # A stream with a grammar would take part in every second step. On a GPU that costs less than waiting does.
         self._waits_for_masks = self._config.overlap is None and device == "cpu"
+        self._may_build = device != "cpu"
         self.timing = StepTiming()
 
     def done(self, result: Result) -> None:
@@ -96,9 +102,9 @@ class Pipeline:
                     break
                 if group.in_flight == 0:
                     self.timing.plan(plan.step)
-                config, is_long = self._config, plan.has_prefill or plan.loads is not None
+                deadline_s = self._deadline_s(plan)
                 sent_at = time.monotonic()
-                group.execute(plan, config.prefill_deadline_s if is_long else config.decode_deadline_s)
+                group.execute(plan, deadline_s)
                 if plan.loads is None and len(plan.token_ids):  # copies from host memory would count as computing
                     self._pace.planned(plan.step, plan.prompt_tokens, sent_at)
         except MemoryError:
@@ -108,3 +114,16 @@ class Pipeline:
                 group.fail_for(error)
         if group.in_flight == 0:
             self.timing.idle()
+
+    def _deadline_s(self, plan: Plan) -> float:
+        """So that ranks that hang are found as soon beside a short prompt as while they decode. On a GPU a step with
+        prompts has the whole time: it may have to build a kernel first.
+        """
+        config, pace = self._config, self._pace
+        if plan.loads is not None:
+            return config.prefill_deadline_s
+        if not plan.has_prefill:
+            return config.decode_deadline_s
+        if self._may_build or not pace.step_s:
+            return config.prefill_deadline_s
+        return min(config.prefill_deadline_s, config.decode_deadline_s + _SLOWER * plan.prompt_tokens * pace.token_s)

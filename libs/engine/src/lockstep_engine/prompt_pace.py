@@ -22,7 +22,7 @@ class PromptPace:
         self.token_s = 0.0
         """Time for each further token of a prompt; 0: unknown."""
         self.step_s = 0.0
-        """Time of a step besides that, those that decode in it included."""
+        """Time of a step besides that, those that decode in it included; 0: unknown."""
         self._measured = False
         # Least squares of the line through `step_s`: a long step says much more about the time of a token than a short
         # one. Both sums forget.

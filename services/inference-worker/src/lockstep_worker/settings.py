@@ -118,7 +118,12 @@ class WorkerSettings(KvStoreSettings):
     )
     start_timeout_s: float = Field(600, gt=0, description="Longest time for ranks to load.")
     decode_deadline_s: float = Field(5, gt=0, description="A decoding step that takes longer has hung.")
-    prefill_deadline_s: float = Field(15, gt=0, description="The same for a step with prompt tokens in it.")
+    prefill_deadline_s: float = Field(
+        15,
+        gt=0,
+        description="The same for a step with prompt tokens in it. "
+        "On a CPU few of them have less time, by the measured pace.",
+    )
     drain_timeout_s: float = Field(
         30, ge=0, description="After SIGTERM, time for running streams to end by themselves."
     )
