@@ -8,7 +8,7 @@ from lockstep_api.v1 import state_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router.journals import Claim, Outcome, Piece, shared_keys
 from lockstep_router.journals import mirrored as mirrored_journals
-from mirrored_stores import FAILED, fill, mirrored, take
+from mirrored_stores import FAILED, WINDOW_S, fill, mirrored, take
 from router_cluster import eventually
 
 
@@ -85,6 +85,20 @@ async def test_key_of_a_taken_stream_goes_with_it(store, other, clock):
     await other.release("r-1")
     assert await store.client.look_up_claim(state_pb2.LookUpClaimRequest(tenant="tenant", key="tenant/key"))
     assert await other.find("tenant/key") is None
+
+
+async def test_key_of_a_taken_stream_is_kept_as_long_as_the_stream(store, other, make_store, clock):
+    """Its former router may have died long ago: little of the key's time is left then."""
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    await fill(store)
+    await mirrored(store)
+    third = await make_store("router-3")
+    clock.now += 1.4 * WINDOW_S
+    await take(other)
+    other.expire()
+    await mirrored(other)
+    clock.now += 0.2 * WINDOW_S
+    assert await third.claim("tenant/key", Claim("r-2", b"body")) == Claim("r-1", b"body")
 
 
 async def test_key_of_a_stream_that_is_gone_can_be_released_by_who_found_it(store, other):

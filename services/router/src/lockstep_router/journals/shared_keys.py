@@ -72,10 +72,18 @@ class SharedKeys:
         found = self._foreign.get(request_id)
         return None if found is None else found[1]
 
-    def adopt(self, request_id: str, key: Key) -> None:
-        """A stream has become this router's, with its key."""
+    def adopt(self, request_id: str, key: Key, *, is_fresh: bool = False) -> None:
+        """A stream has become this router's, with its key.
+
+        Args:
+            request_id: the stream.
+            key: its key.
+            is_fresh: it need not be renewed soon. Else little of its time may be left in the state server.
+        """
         self._keys[request_id] = key
         self._renewed_at[request_id] = asyncio.get_running_loop().time()
+        if not is_fresh:
+            self._due.add(request_id)
         self._foreign.pop(request_id, None)
         renewing = self._renewing.get(request_id)
         if renewing is not None and renewing.is_released:
@@ -116,12 +124,12 @@ class SharedKeys:
         except (StateAwayError, StateRefusedError):
             metrics.STATE_CLAIMS.labels("away").inc()
             # It is claimed again with the next renewal, unless another request has it then.
-            self.adopt(claim.request_id, key)
+            self.adopt(claim.request_id, key, is_fresh=True)
             self._mark_in(MARK_AFTER_S, claim.request_id)
             return None
         if response.granted:
             metrics.STATE_CLAIMS.labels("granted").inc()
-            self.adopt(claim.request_id, key)
+            self.adopt(claim.request_id, key, is_fresh=True)
             self._mark_in(MARK_AFTER_S, claim.request_id)
             return None
         metrics.STATE_CLAIMS.labels("known").inc()
