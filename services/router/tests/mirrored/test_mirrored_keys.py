@@ -8,7 +8,7 @@ from lockstep_api.v1 import state_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router.journals import Claim, Outcome, Piece, shared_keys
 from lockstep_router.journals import mirrored as mirrored_journals
-from mirrored_stores import FAILED, WINDOW_S, fill, mirrored, take
+from mirrored_stores import FAILED, TIMEOUT_S, WINDOW_S, fill, mirrored, take
 from router_cluster import eventually
 
 
@@ -99,6 +99,17 @@ async def test_key_of_a_taken_stream_is_kept_as_long_as_the_stream(store, other,
     await mirrored(other)
     clock.now += 0.2 * WINDOW_S
     assert await third.claim("tenant/key", Claim("r-2", b"body")) == Claim("r-1", b"body")
+
+
+async def test_key_whose_claim_was_late_is_claimed_again_soon(make_store, other, server):
+    store = await make_store(timeout_s=0.1)
+    server.backend.delay_s = 3600.0
+    assert await store.claim("tenant/key", Claim("r-1", b"body")) is None
+    server.backend.delay_s = 0.0
+    store.client.timeout_s = TIMEOUT_S  # from here on everything has to be in time
+    store.expire()
+    await mirrored(store)
+    assert await other.claim("tenant/key", Claim("r-2", b"body")) == Claim("r-1", b"body")
 
 
 async def test_key_of_a_stream_that_is_gone_can_be_released_by_who_found_it(store, other):

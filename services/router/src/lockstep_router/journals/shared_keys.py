@@ -121,10 +121,12 @@ class SharedKeys:
         key = Key(scope, claim.fingerprint.hex())
         try:
             response = await self._client.claim(self._request(claim.request_id, key, self.ttl_s))
-        except (StateAwayError, StateRefusedError):
+        except (StateAwayError, StateRefusedError) as away:
             metrics.STATE_CLAIMS.labels("away").inc()
-            # It is claimed again with the next renewal, unless another request has it then.
-            self.adopt(claim.request_id, key, is_fresh=True)
+            # It is claimed again with the next renewal, unless another request has it then. One call that was late says
+            # that the server is slow, not that it is away: nothing would tell when it is back.
+            is_late = isinstance(away, StateAwayError) and away.is_late
+            self.adopt(claim.request_id, key, is_fresh=not is_late)
             self._mark_in(MARK_AFTER_S, claim.request_id)
             return None
         if response.granted:
