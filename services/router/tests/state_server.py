@@ -45,6 +45,8 @@ class SlowBackend:
         """So many batches are written without an answer."""
         self.most_writes = None
         """A larger batch is not answered in any time."""
+        self.held = {}
+        """By the names of calls: those that come wait for this event."""
         self.calls = []
 
     @property
@@ -72,6 +74,8 @@ class SlowBackend:
 
         async def call(*arguments):
             self.calls.append(name)
+            if name in self.held:
+                await self.held[name].wait()
             await asyncio.sleep(self.delay_s + self.read_delay_s * (name == "read"))
             if self.is_away:
                 raise LockstepError(ErrorCode.UNAVAILABLE, "the store does not answer")

@@ -367,6 +367,29 @@ async def test_delete_ends_a_stream_of_another_router(sharing, routers):
         await eventually(lambda: first.router.runs.running == 0)
 
 
+async def test_delete_ends_a_stream_that_is_continued_at_the_same_time(sharing, routers):
+    slow(sharing)
+    first, second = routers
+    async with first.over_http() as client:
+        stream_id, _ = await leave_after(client, LONG, 2)
+    await mirrored_to(first, stream_id, 1)
+    state, may_take = sharing.state.backend, asyncio.Event()
+    state.held["read"] = may_take
+    deleting = asyncio.create_task(second.client.delete(f"/v1/streams/{stream_id}"))
+    await eventually(lambda: "read" in state.calls)
+    del state.held["read"]
+    reading = asyncio.create_task(resume(second.client, stream_id))
+    await eventually(lambda: second.router.runs.running == 1)
+    may_take.set()
+    assert (await deleting).status_code == 200
+    assert second.router.runs.running == 0
+    response = await reading
+    assert response.status_code != 200 or events_of(response)[-1][1]["error"]["code"] == "cancelled"
+    await eventually(lambda: first.router.runs.running == 0)
+    for cluster in routers:
+        assert (await resume(cluster.client, stream_id)).status_code == 404
+
+
 @pytest.mark.parametrize("at", [0, 1], ids=["here", "elsewhere"])
 async def test_deleted_stream_is_gone_for_all_as_soon_as_that_is_acknowledged(sharing, at):
     routers = [await sharing.router(name, state_max_lag_s=0.5) for name in ("first", "second")]

@@ -72,6 +72,20 @@ async def test_removed_stream_does_not_come_back_while_the_server_is_late(make_s
     server.backend.delay_s = 0.0
 
 
+async def test_stream_that_is_discarded_while_it_is_looked_up_is_not_taken(store, make_store):
+    """Though the state server does not know yet that it is gone."""
+    other = await make_store("router-2", max_lag_s=2.0)
+    await fill(store)
+    await mirrored(store)
+    known = await other.look_up("r-1", "tenant")
+    assert await other.discard("r-1", "tenant")
+    assert other.mirror.is_removed("r-1"), "the next batch comes after a second"
+    assert await other.take(known) is None
+    await mirrored(other)
+    assert await store.look_up("r-1", "tenant") is None
+    assert await other.read("r-1") is None
+
+
 async def test_full_server_forgets_a_stream_that_is_removed(store, other, server):
     """The answer to a DELETE waits for that; the end of the stream itself would wait for room."""
     await fill(store)

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakValueDictionary
 
 from lockstep_api.v1 import inference_pb2, state_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
@@ -82,6 +83,8 @@ class MirroredJournalStore:
         """The epoch of each stream of this router in the state server, and the key in its record there."""
         self._unanswered: set[str] = set()
         """Streams of this router that it has asked to take back without an answer: they may have a higher epoch."""
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By the stream, held while it is taken: to go on with it and to end it must not overlap."""
         self._on_taken: Callable[[str, float, bool], None] = lambda *_: None
         self._reporting: set[asyncio.Task[None]] = set()
         """Each finds out why a stream is no longer this router's."""
@@ -246,7 +249,16 @@ class MirroredJournalStore:
         Raises:
             LockstepError: as for `look_up`; OVERLOADED, there is no room for it, and it was not taken.
         """
+        async with self._turn(known.record.request_id):
+            return await self._take_in_turn(known)
+
+    def _turn(self, request_id: str) -> asyncio.Lock:
+        return self._turns.setdefault(request_id, asyncio.Lock())
+
+    async def _take_in_turn(self, known: StoredStream) -> StoredStream | None:
         request_id = known.record.request_id
+        if self.mirror.is_removed(request_id):  # since it was looked up
+            return None
         if self._front.held(request_id) is not None:
             return await self._take_back(request_id, known.record.owner)
         await self._front.open(known.record)
@@ -341,6 +353,10 @@ class MirroredJournalStore:
         Raises:
             LockstepError: as for `look_up`.
         """
+        async with self._turn(request_id):
+            return await self._discard_in_turn(request_id, owner)
+
+    async def _discard_in_turn(self, request_id: str, owner: str) -> bool:
         found = await self._take(request_id, owner, taker=TAKEN_TO_END)
         if found is None:
             return False

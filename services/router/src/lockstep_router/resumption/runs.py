@@ -200,6 +200,11 @@ class Runs:
             await self._store.remove(request_id)
         elif not await self._store.discard(request_id, owner):
             raise not_found()
+        run = self._runs.get(request_id)
+        if run is not None and run.owner == owner:  # another client had it continued here in the meantime
+            run.cancel(cancelled())
+            await run.ended.wait()
+            await self._store.remove(request_id)
 
     async def cancel_key(self, scope: str, owner: str) -> str:
         """End the stream that has an idempotency key, and forget it; its id. Keys of other owners are never looked up.
