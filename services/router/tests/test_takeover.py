@@ -367,8 +367,27 @@ async def test_delete_ends_a_stream_of_another_router(sharing, routers):
         await eventually(lambda: first.router.runs.running == 0)
 
 
+async def test_delete_where_a_stream_was_taken_just_now_ends_it_where_it_goes_on(sharing, routers):
+    """The router that had it has not told its readers yet."""
+    slow(sharing, 0.3)  # no machine ends it first
+    first, second = routers
+    state = sharing.state.backend
+    may_learn = state.held["head"] = asyncio.Event()
+    async with first.over_http() as client, second.over_http() as other_client:
+        stream_id, _ = await leave_after(client, LONG, 2)
+        await mirrored_to(first, stream_id, 1)
+        async with other_client.stream("GET", f"/v1/streams/{stream_id}") as response:
+            assert response.status_code == 200
+            await eventually(lambda: "head" in state.calls)
+            assert (await client.delete(f"/v1/streams/{stream_id}")).status_code == 200
+            await eventually(lambda: second.router.runs.running == 0)
+    may_learn.set()
+    for cluster in routers:
+        assert (await resume(cluster.client, stream_id)).status_code == 404
+
+
 async def test_delete_ends_a_stream_that_is_continued_at_the_same_time(sharing, routers):
-    slow(sharing)
+    slow(sharing, 0.3)  # no machine ends it first
     first, second = routers
     async with first.over_http() as client:
         stream_id, _ = await leave_after(client, LONG, 2)

@@ -40,6 +40,32 @@ async def test_stream_that_ends_elsewhere_and_is_removed_there_is_not_written_ag
     assert not store.mirror.entries
 
 
+async def test_removal_ends_a_stream_that_another_router_has_already(store, other):
+    """This one learns of it only now, as the stream has gained nothing in the meantime."""
+    lost = []
+    other.on_taken(lambda request_id, _, is_removed: lost.append((request_id, is_removed)))
+    await fill(store)
+    await mirrored(store)
+    await take(other)
+    await mirrored(other)
+    await store.remove("r-1")
+    await store.settle("r-1")
+    assert await store.look_up("r-1", "tenant") is None
+    other.append("r-1", Piece(0, 2, [9], logprobs(9)))
+    await eventually(lambda: lost == [("r-1", True)])
+
+
+async def test_stream_that_is_removed_for_no_client_goes_on_at_the_router_that_has_it(store, other):
+    await fill(store)
+    await mirrored(store)
+    await take(other)
+    await store.remove("r-1")  # nobody settles it: its client has left here, and reads there
+    await mirrored(store)
+    other.append("r-1", Piece(0, 2, [9], logprobs(9)))
+    await mirrored(other)
+    assert list((await store.look_up("r-1", "tenant")).logs[0].ids) == [5, 6, 9]
+
+
 async def test_removal_is_settled_when_the_state_server_knows_it(store, other):
     await fill(store)
     await mirrored(store)

@@ -8,7 +8,7 @@ look-up.
 import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ _FULL_PAUSE_S = 1.0
 _MAX_CHORES = 4096
 _CHORES_AT_ONCE = 16
 _REMOVED_TTL_S = 1.0
+_MAX_LOST = 1024
 _FINAL_FLUSH_S = 0.5
 
 _NAMES = {number: name.removeprefix("WRITE_OUTCOME_").lower() for name, number in WriteOutcome.items()}
@@ -100,6 +101,8 @@ class Mirror:
         """Whether the last batch was full, and was written completely. What did not fit has waited already."""
         self.on_return: Callable[[], None] = lambda: None
         """Called when the state server may have forgotten everything; streams are written again then."""
+        self._lost: OrderedDict[str, str] = OrderedDict()
+        """The newest streams that were removed here when another router had them already, and their owners."""
         self._writing: asyncio.Task[None] | None = None
         self._flight: list[_Sent] = []
 
@@ -171,6 +174,10 @@ class Mirror:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self.entries[request_id].is_dropped.wait()
+
+    def pop_lost(self, request_id: str) -> str | None:
+        """The owner of a stream, once, if another router had it already when it was removed here: it goes on there."""
+        return self._lost.pop(request_id, None)
 
     def leave(self, request_id: str, *, is_kept: bool = False) -> None:
         """Write what is missing of a stream, and then mirror it no longer: others may have it.
@@ -409,6 +416,8 @@ class Mirror:
             case state_pb2.WRITE_OUTCOME_OK:
                 self._note_written(sent, now)
             case state_pb2.WRITE_OUTCOME_STALE:
+                if entry.seal == REMOVED:
+                    self._note_lost(sent)
                 self.drop(sent.request_id)
                 self._on_stale(sent.request_id, entry.written_at)
             case state_pb2.WRITE_OUTCOME_TOO_LARGE:
@@ -457,6 +466,11 @@ class Mirror:
             self.note_change(sent.request_id)
         elif entry.is_left:
             self.drop(sent.request_id)
+
+    def _note_lost(self, sent: _Sent) -> None:
+        self._lost[sent.request_id] = sent.entry.stream.record.owner
+        if len(self._lost) > _MAX_LOST:
+            self._lost.popitem(last=False)
 
     def _freeze(self, sent: _Sent) -> None:
         """The stream is too large. What is there can still be continued, so its time to live is renewed."""

@@ -177,8 +177,16 @@ class MirroredJournalStore:
             await self._trim(stream.record.owner, request_id)
 
     async def settle(self, request_id: str) -> None:
-        """Wait until the state server knows that a stream was removed here: the next batch says it."""
+        """Wait until the state server knows that a stream was removed here: the next batch says it. One that another
+        router had taken before that is ended there.
+
+        Raises:
+            LockstepError: as for `look_up`, of a stream that another router has.
+        """
         await self.mirror.settle(request_id, self.settle_s)
+        owner = self.mirror.pop_lost(request_id)
+        if owner is not None and await self.discard(request_id, owner):
+            await self.mirror.settle(request_id, self.settle_s)
 
     async def leave(self, request_id: str) -> None:
         """Forget a running stream here, so that another router may continue it; it keeps its idempotency key."""

@@ -58,7 +58,10 @@ class JournalStore(Protocol):
 
     async def settle(self, request_id: str) -> None:
         """Wait until other routers can know that a stream was removed or discarded here; not for long, and not at all
-        while no other router can learn it.
+        while no other router can learn it. If one had taken it before that, it is ended there.
+
+        Raises:
+            LockstepError: as for `look_up`, of a stream that another router has.
         """
 
     async def leave(self, request_id: str) -> None:

@@ -178,7 +178,8 @@ class Runs:
         """End a stream, if it runs, and forget it. Other routers know that then, as far as they can be told soon.
 
         Raises:
-            LockstepError: STREAM_NOT_FOUND, there is none of this owner.
+            LockstepError: STREAM_NOT_FOUND, there is none of this owner; UNAVAILABLE, another router has it and
+                cannot be told.
         """
         await self._remove(request_id, owner)
         await self._store.settle(request_id)
@@ -186,10 +187,11 @@ class Runs:
     async def _remove(self, request_id: str, owner: str) -> None:
         run = self._runs.get(request_id)
         if run is not None and run.owner == owner and run.end is None:
+            is_lost = run.is_kept and await self._store.read(request_id) is None
             run.cancel(cancelled())
             await run.ended.wait()
             await self._store.remove(request_id)
-            if run.is_taken and run.record is None:  # the other router has it still
+            if is_lost or (run.is_taken and run.record is None):  # another router has it
                 await self._store.discard(request_id, owner)
             return
         if run is not None and run.owner == owner and run.has_left_nothing:
