@@ -1,5 +1,6 @@
 import json
 
+import pytest
 from fake_openai import FakeOpenAI, events, script
 
 LOAD = ("--clients", "2", "--requests", "4", "--max-tokens", "4")
@@ -50,4 +51,19 @@ def test_no_server_is_exit_code_2(lockstep) -> None:
     result = lockstep("bench", "--url", "http://127.0.0.1:1/v1")
     assert result.returncode == 2
     assert "no server answers at http://127.0.0.1:1/v1" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("bench",), ("check", "--timeout", "1"), ("chat",)])
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "http://[::1", "gopher://127.0.0.1:1"])
+def test_a_proxy_that_cannot_be_used_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, lockstep, command: tuple[str, ...], proxy: str
+) -> None:
+    for name in ("no_proxy", "NO_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("all_proxy", proxy)
+    result = lockstep(*command, "--url", "http://router.invalid/v1")
+    assert result.returncode == 2
+    assert "prox" in result.stderr.lower()
+    assert result.stderr.startswith("lockstep: ")
     assert result.stderr.count("\n") == 1

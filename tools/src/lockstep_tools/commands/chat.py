@@ -27,7 +27,7 @@ from lockstep_tools import console
 from lockstep_tools.arguments import DEFAULT_URL, add_endpoints, api_key, integer, real, unicode
 from lockstep_tools.escaping import harmless_lines
 from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
-from lockstep_tools.load.endpoint import checked_url, tls_context
+from lockstep_tools.load.endpoint import PROXY_ERRORS, checked_url, tls_context, unusable_proxy
 
 DESCRIPTION = """\
 Talk to a model. Ctrl-C stops an answer, Ctrl-D or /quit ends, /reset begins a new conversation.
@@ -75,6 +75,8 @@ def _client(arguments: argparse.Namespace, urls: Sequence[str], policy: Policy) 
         return AsyncLockstepClient(urls, api_key=key, policy=policy, verify=verify)
     except ValueError as error:
         raise CommandError(f"--url, --api-key-env: {error}", UNUSABLE) from None
+    except PROXY_ERRORS as error:
+        raise unusable_proxy(error) from None
 
 
 async def _first_model(arguments: argparse.Namespace, urls: Sequence[str]) -> str:

@@ -27,6 +27,9 @@ _EVENT_IDS = {"X-Lockstep-Event-IDs": "true"}
 
 _CONNECT_FAILED = "connection.connect_tcp.failed"  # httpcore's name for it
 
+PROXY_ERRORS = (ImportError, ValueError, httpx.InvalidURL)
+"""What a client raises when it is made, for a proxy of the environment: SOCKS needs a package that is not installed."""
+
 
 class EndpointError(Exception):
     """The server refused a request, broke off a stream, or did not follow OpenAI's protocol."""
@@ -79,20 +82,27 @@ class Endpoint:
         return root_url(self.url)
 
     def client(self, *, connections: int = 1) -> httpx.AsyncClient:
-        """An HTTP client for this endpoint; the caller closes it."""
+        """An HTTP client for this endpoint; the caller closes it.
+
+        Raises:
+            CommandError: a proxy of the environment cannot be used.
+        """
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         verify = self.tls or True
-        return httpx.AsyncClient(
-            base_url=self.url,
-            headers=headers,
-            timeout=httpx.Timeout(self.silence_limit_s, connect=self.connect_timeout_s),
-            limits=limits,
-            verify=verify,
-            trust_env=not _is_local(self.url),
-            # A client with a given transport ignores proxies from the environment.
-            transport=self._transport(limits),
-        )
+        try:
+            return httpx.AsyncClient(
+                base_url=self.url,
+                headers=headers,
+                timeout=httpx.Timeout(self.silence_limit_s, connect=self.connect_timeout_s),
+                limits=limits,
+                verify=verify,
+                trust_env=not _is_local(self.url),
+                # A client with a given transport ignores proxies from the environment.
+                transport=self._transport(limits),
+            )
+        except PROXY_ERRORS as error:
+            raise unusable_proxy(error) from None
 
     def _transport(self, limits: httpx.Limits) -> httpx.AsyncBaseTransport | None:
         verify = self.tls or True
@@ -160,6 +170,11 @@ def root_url(url: str) -> str:
 def _is_local(url: str) -> bool:
     # A proxy from the environment cannot reach this machine's loopback.
     return httpx.URL(url).host in ("127.0.0.1", "localhost", "::1")
+
+
+def unusable_proxy(error: Exception) -> CommandError:
+    """What a command says of one of the `PROXY_ERRORS`."""
+    return CommandError(f"a proxy of the environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY): {error}", UNUSABLE)
 
 
 async def first_model(client: httpx.AsyncClient) -> str:
