@@ -33,6 +33,7 @@ class Worker:
     def __init__(self) -> None:
         self.ready = True
         self.figures = b"lockstep_state_breaker_open 0.0\n"
+        self.status_of_metrics = 200
         worker = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -42,7 +43,8 @@ class Worker:
             def do_GET(self) -> None:
                 body = b'{"status":"%s"}' % (b"ready" if worker.ready else b"the worker takes no requests")
                 body = worker.figures if self.path == "/metrics" else body
-                self.send_response(200 if worker.ready and self.path in ("/readyz", "/metrics") else 503)
+                ready = 200 if worker.ready and self.path == "/readyz" else 503
+                self.send_response(worker.status_of_metrics if self.path == "/metrics" else ready)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -166,4 +168,14 @@ async def test_state_server_is_asked_for_its_store(worker: Worker) -> None:
         await check._state(target, url)
     worker.ready = False
     with pytest.raises(check.CheckError, match="is not ready"):
+        await check._state(target, url)
+
+
+async def test_a_store_that_cannot_be_looked_at_is_not_said_to_be_used(worker: Worker) -> None:
+    target, url = Endpoint("http://localhost/v1", None), httpx.URL(f"http://localhost:{worker.port}")
+    worker.status_of_metrics, worker.figures = 403, b'{"error":"a client certificate is needed"}'
+    said = await check._state(target, url)
+    assert said == "localhost ready; whether it uses its store is not known: that needs --client-cert"
+    worker.status_of_metrics = 500
+    with pytest.raises(check.CheckError, match="answers /metrics with status 500"):
         await check._state(target, url)

@@ -23,7 +23,8 @@ from lockstep_tools.load.history import StreamRequest, violations
 
 DESCRIPTION = """\
 Check a served system: a chat, a stream, with --workers the readiness of every worker that the name resolves to, and
-with --state that the state server is ready and uses its store.
+with --state that the state server is ready and uses its store. Where its metrics need a certificate and --client-cert
+gives none, only that it is ready is checked, and said.
 Prints a line for each check. Exit code 0 when all hold within --timeout, else 1."""
 
 EXAMPLES = """\
@@ -35,6 +36,8 @@ _PROMPT = "It was a dark night, and"
 _AGAIN_S = 1.0
 _READYZ_TIMEOUT_S = 5.0
 _MAX_REASON_CHARS = 200
+_OK = 200
+_FORBIDDEN = 403
 _BREAKER_OPEN = re.compile(r"^lockstep_state_breaker_open 1", re.MULTILINE)
 
 
@@ -159,8 +162,13 @@ async def _state(target: Endpoint, url: httpx.URL, name: str | None = None) -> s
     async with _management(target) as client:
         await _ready(client, url, url.host, name)
         # A pod whose Redis is away is ready: all state servers have the same one.
-        figures = (await client.get(url.copy_with(path="/metrics"), extensions=_named(url, name))).text
-    if _BREAKER_OPEN.search(figures):
+        answer = await client.get(url.copy_with(path="/metrics"), extensions=_named(url, name))
+    if answer.status_code == _FORBIDDEN:
+        # Whoever shows no certificate learns only whether it is ready.
+        return f"{url.host} ready; whether it uses its store is not known: that needs --client-cert"
+    if answer.status_code != _OK:
+        raise CheckError(f"{url.host} answers /metrics with status {answer.status_code}")
+    if _BREAKER_OPEN.search(answer.text):
         raise CheckError(f"{url.host} lives, but its Redis does not answer")
     return f"{url.host} serving"
 
