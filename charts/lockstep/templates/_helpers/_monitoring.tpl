@@ -36,10 +36,26 @@ model: {{ .name | quote }}
 {{- end -}}
 {{- end -}}
 
-{{/* Not empty if traces go to a collector. */}}
+{{/* Not empty if traces go to a collector, by these values alone. */}}
 {{- define "lockstep.tracing.hasCollector" -}}
 {{- with .Values.tracing.endpoint -}}
 {{- if ne . "memory" }}yes{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{/*
+Not empty if a service sends traces to a collector: its own settings and variables may name one, too. Takes (root, options): the values of the
+service or of a model.
+*/}}
+{{- define "lockstep.tracing.sends" -}}
+{{- $settings := .options.settings -}}
+{{- $endpoint := hasKey $settings "otlp_endpoint" | ternary $settings.otlp_endpoint .root.Values.tracing.endpoint -}}
+{{- if not $endpoint -}}
+{{- range .options.env -}}
+{{- if has .name (list "OTEL_EXPORTER_OTLP_ENDPOINT" "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") }}yes{{ end -}}
+{{- end -}}
+{{- else if ne $endpoint "memory" -}}
+yes
 {{- end -}}
 {{- end -}}
 
