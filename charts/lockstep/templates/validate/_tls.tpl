@@ -26,6 +26,9 @@ tls.{{ $service }}.secretName: {{ $secret }} is the Secret of tls.{{ get $taken 
 {{- $_ := set $taken $secret $service -}}
 {{- end -}}
 {{- end -}}
+{{- if and .http.clientCASecretName (not (and .enabled .http.enabled)) }}
+tls.http.clientCASecretName is set, but routers have no HTTPS: they would admit clients without a certificate. Set tls.enabled and tls.http.enabled
+{{- end -}}
 {{- if contains "://" .worker.identity }}
 tls.worker.identity: {{ .worker.identity }} is a URI, and routers can check DNS names only
 {{- end -}}
