@@ -77,13 +77,35 @@ yes
 {{- end -}}
 
 {{/*
+Seconds before its end at which a certificate is late: a week, or a half of the time that cert-manager has to renew it if that is less, or the
+alert would fire for certificates that are renewed as they should be. One for clients that is made elsewhere is compared with the week besides.
+Takes the root context; gives the end of the alert's expression.
+*/}}
+{{- define "lockstep.certificateIsLate" -}}
+{{- $week := 604800 -}}
+{{- $manager := .Values.tls.certManager -}}
+{{- /* Without renewBefore it takes a third of the duration. */ -}}
+{{- $renews := include "lockstep.seconds" $manager.renewBefore | int64 | default (div (include "lockstep.seconds" $manager.duration | int64) 3) -}}
+{{- if and .Values.tls.enabled $manager.enabled $renews -}}
+{{- $late := min $week (div $renews 2) -}}
+{{- $late -}}
+{{- if and (lt $late $week) (include "lockstep.tls.http" .) .Values.tls.http.secretName }}
+or min by (namespace, release, pod, certificate) (
+  lockstep_tls_certificate_expiry_timestamp_seconds{namespace="{{ .Release.Namespace }}",release="{{ .Release.Name }}",certificate="http"}) - time() < {{ $week }}
+{{- end -}}
+{{- else -}}
+{{- $week -}}
+{{- end -}}
+{{- end -}}
+
+{{/*
 The groups of alerts and recording rules in rules/, as a file of Prometheus. $release and $namespace in these files stand for this
 release's, and $runbooks for the runbooks' address; all other templates are for Prometheus.
 */}}
 {{- define "lockstep.rules" -}}
 groups:
   {{- range $path, $_ := .Files.Glob "rules/*.yaml" }}
-  {{- $rules := $.Files.Get $path | replace ": $release" (printf ": %q" $.Release.Name) | replace ": $namespace" (printf ": %q" $.Release.Namespace) | replace "$release" $.Release.Name | replace "$namespace" $.Release.Namespace | replace "$runbooks" (trimSuffix "/" $.Values.monitoring.runbooks) | fromYaml }}
+  {{- $rules := $.Files.Get $path | replace ": $release" (printf ": %q" $.Release.Name) | replace ": $namespace" (printf ": %q" $.Release.Namespace) | replace "$release" $.Release.Name | replace "$namespace" $.Release.Namespace | replace "$runbooks" (trimSuffix "/" $.Values.monitoring.runbooks) | replace "7 * 86400" (include "lockstep.certificateIsLate" $ | indent 10 | trim) | fromYaml }}
   {{- toYaml $rules.groups | nindent 2 }}
   {{- end }}
 {{- end -}}

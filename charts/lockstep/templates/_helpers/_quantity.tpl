@@ -1,4 +1,4 @@
-{{/* Arithmetic with Kubernetes quantities. */}}
+{{/* Arithmetic with Kubernetes quantities and with durations. */}}
 
 {{/* Bytes of a quantity: 1Gi, 1.5G, 512Mi, 1e9, 1073741824. Of what is none, nothing. */}}
 {{- define "lockstep.bytes" -}}
@@ -19,4 +19,14 @@
 {{- else if eq (mod $bytes 1024) 0 -}}{{ div $bytes 1024 }}Ki
 {{- else -}}{{ $bytes }}
 {{- end -}}
+{{- end -}}
+
+{{/* Seconds of a duration: 720h, 1h30m, 90s. Of an empty one 0. */}}
+{{- define "lockstep.seconds" -}}
+{{- $text := toString . -}}
+{{- $sum := 0 -}}
+{{- range $unit, $seconds := dict "h" 3600 "m" 60 "s" 1 -}}
+{{- $sum = add $sum (mul $seconds (regexFind (printf "[0-9]+%s" $unit) $text | trimSuffix $unit | int64)) -}}
+{{- end -}}
+{{- $sum -}}
 {{- end -}}
