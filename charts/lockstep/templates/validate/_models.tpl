@@ -124,8 +124,18 @@
 {{- if not (or (int $scaling.minReplicas) $scaling.triggers) }}
 {{ .at }}.autoscaling.minReplicas is 0, but {{ .at }}.autoscaling.triggers has none: without a worker nothing tells of requests that wait, so there would never be one again
 {{- end -}}
+{{- if and (not (int $scaling.minReplicas)) (eq .root.Values.router.discovery "dns") (not (include "lockstep.validate.hasWorker" .root)) }}
+{{ .at }}.autoscaling.minReplicas is 0, but router.discovery is dns, and no other model has a worker at all times: DNS knows no name without an address, so routers would not be ready, and no request would wait for a worker. Set router.discovery to kubernetes
+{{- end -}}
 {{- if not (.root.Capabilities.APIVersions.Has "keda.sh/v1alpha1") }}
 {{ .at }}.autoscaling.enabled: the cluster has no keda.sh/v1alpha1; install KEDA first (with `helm template`: --api-versions keda.sh/v1alpha1)
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Not empty if a model has a worker at all times. Takes the root context. */}}
+{{- define "lockstep.validate.hasWorker" -}}
+{{- range include "lockstep.models" . | fromYamlArray -}}
+{{- if ternary .autoscaling.minReplicas .replicas .autoscaling.enabled | int }}yes{{ end -}}
 {{- end -}}
 {{- end -}}
