@@ -169,6 +169,7 @@ api_url() {
 management_url() {
   local found; found=$(routers_service lockstep.dev/service=management management) || return 1
   set -- $found
+  if [[ $3 == *:* ]]; then set -- "$1" "$2" "[$3]" "$4"; fi # of IPv6
   echo "$1://$3:$4"
 }
 

@@ -189,7 +189,8 @@ def show(kind: str, found: list[dict], output: str) -> None:
         print("\n".join(f"{each['metadata']['name']} True" for each in found))
     elif "clusterIP" in output:
         scheme = "https" if flaw() == "TLS" else "http"
-        print(f"{scheme} lockstep-router.serving.svc 10.96.0.1 8000")
+        address = "fd00:10:96::1" if flaw() == "IPV6" else "10.96.0.1"
+        print(f"{scheme} lockstep-router.serving.svc {address} 8000")
     elif "managed-by" in output:
         for each in found:
             print(each["metadata"]["name"], each["metadata"].get("labels", {}).get("app.kubernetes.io/managed-by", ""))

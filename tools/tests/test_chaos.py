@@ -344,6 +344,15 @@ def test_the_load_asks_a_release_with_tls_by_the_name_in_its_certificate(lockste
     assert left(cluster) == []
 
 
+def test_the_load_asks_at_an_ipv6_address(lockstep, cluster: Path) -> None:
+    (cluster / "flaw").write_text("IPV6")
+    result = lockstep(*RUN, timeout_s=60)
+    assert result.returncode == 0, result.stderr
+    spec = yaml.safe_load((cluster / "applied-lockstep-load").read_text())["spec"]
+    assert spec["hostAliases"] == [{"ip": "fd00:10:96::1", "hostnames": ["lockstep-router.serving.svc"]}]
+    assert "--management-url=http://[fd00:10:96::1]:8000" in spec["containers"][0]["args"]
+
+
 def drain(cluster: Path, **variables: str) -> tuple[str, str]:
     """Run the script of `node-drain` for node n1; what it labels, and what it drains."""
     environment = os.environ | {"NAMESPACE": "serving", "WORKER": "w-0", "NODE": "n1"} | variables
