@@ -41,6 +41,26 @@ context; gives YAML.
 {{- toYaml $others -}}
 {{- end -}}
 
+{{/*
+Settings for single models whose model the release does not have: the name of the model, as clients use it, by the setting. Takes the root
+context; gives YAML.
+*/}}
+{{- define "lockstep.router.settingsOfNobody" -}}
+{{- $served := list -}}
+{{- range include "lockstep.models" . | fromYamlArray -}}
+{{- $served = append $served (.servedName | default .name) -}}
+{{- end -}}
+{{- $found := dict -}}
+{{- range $setting := list "model_policies" "model_tool_formats" "model_reasoning_formats" -}}
+{{- range $model, $_ := get $.Values.router.settings $setting | default dict -}}
+{{- if not (has $model $served) -}}
+{{- $_ := set $found (printf "%s.%s" $setting $model) $model -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $found -}}
+{{- end -}}
+
 {{/* The router's settings: those that the chart sets, and `router.settings`. validate/ refuses the chart's keys there. */}}
 {{- define "lockstep.router.settings" -}}
 {{- $workers := printf "%s.%s.svc" (include "lockstep.workers.name" .) .Release.Namespace -}}
