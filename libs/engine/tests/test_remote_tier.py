@@ -110,6 +110,34 @@ async def test_two_requests_with_one_beginning_fetch_it_once(path):
     await worker.close()
 
 
+@pytest.mark.parametrize("way", ["is cancelled", "waits no longer"])
+async def test_a_request_waits_for_a_fetch_whatever_becomes_of_another_that_waits_for_it(path, way):
+    store = MemoryStore()
+    ids = await first_turn(path, store)
+    store.asked.clear()
+    waits = {"is cancelled": float, "waits no longer": lambda tokens: float(tokens > BLOCK_SIZE) * 60}[way]
+    worker = Worker(path, store, recompute_s=waits)
+    worker.tier.fetch_deadline_s = 60
+    store.gate = asyncio.Event()
+    worker.submit("fetches", second_turn(ids))
+    worker.submit("between", words(0, BLOCK_SIZE + 4))
+    worker.submit("waits", [*second_turn(ids), 7, 8])
+    await store.began.wait()
+    if way == "is cancelled":
+        worker.tier.cancel("between")
+        assert worker.scheduler.cancel("between")
+    else:
+        await worker.end("between")
+    for _ in range(20):  # turns of the loop: enough for all that the end of a wait leads to
+        await worker.step()
+    assert worker.tier.usage.fetching == 2
+    store.gate.set()
+    found = [(await worker.end(each))[2] for each in ("fetches", "waits")]
+    assert found == [FULL, (TEXT + 45) // BLOCK_SIZE * BLOCK_SIZE]
+    assert len(store.asked) == 1
+    await worker.close()
+
+
 async def test_a_short_request_does_not_wait_for_the_blocks_of_a_long_one(path):
     store = MemoryStore()
     ids = await first_turn(path, store)

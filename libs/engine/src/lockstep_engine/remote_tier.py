@@ -236,8 +236,11 @@ class RemoteTier:
             return
         self._scheduler.hold(request.id, held=True)
         first = keys[usable].digest
-        task = asyncio.get_running_loop().create_task(self._run(epoch, request, keys, self._first_missing.get(first)))
+        other = self._first_missing.get(first)
+        task = asyncio.get_running_loop().create_task(self._run(epoch, request, keys, other))
         self._fetches[request.id] = task
+        if other is not None:
+            return  # further requests wait for the fetch, too: this one may end, or wait no longer, before that is done
         self._first_missing[first] = task
 
         def done(ended: asyncio.Task[None]) -> None:
