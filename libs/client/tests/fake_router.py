@@ -305,6 +305,8 @@ class Network:
         """Requests whose answers do not come."""
         self.waits = []
         """How long the head of each answer may take."""
+        self.read_s = 0.0
+        """The time that each chunk of a body takes."""
         self.expected = []
         """The silences that are waited for at most in the bodies of streams."""
         self._body = None
@@ -366,6 +368,7 @@ class Network:
         return Head(status, headers)
 
     def _read(self):
+        self.clock.now_s += self.read_s
         if self._body:
             size = self.chunk_bytes or len(self._body)
             chunk, self._body = self._body[:size], self._body[size:]

@@ -426,6 +426,26 @@ def test_deadline_ends_everything():
     assert network.clock.now_s <= 101.0
 
 
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, TEXT_BODY),
+        (TEXT, TEXT_BODY | {"stream": False}),
+        ("/v1/embeddings", {"model": "reference", "input": ["hi"]}),
+        ("/v1/models", None),
+    ],
+)
+def test_deadline_ends_an_answer_that_trickles(path, body, refuses):
+    """A byte from time to time is no silence."""
+    router = FakeRouter(refusals=[error(503, "overloaded", "full")] * 9 if refuses else [])
+    network = Network({A: router}, chunk_bytes=1)
+    network.read_s = 1.0
+    with pytest.raises(DeadlineExceededError):
+        list(network.request(path, body, replace(POLICY, timeout_s=10.0)))
+    assert network.clock.now_s <= 100 + 10 + POLICY.silence_timeout_s
+
+
 def test_deadline_is_told_to_the_router():
     router = FakeRouter()
     list(Network({A: router}).request(CHAT, CHAT_BODY, replace(POLICY, timeout_s=30.0)))

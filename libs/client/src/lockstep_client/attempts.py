@@ -225,7 +225,7 @@ class Attempts:
                 if head.status < 400:
                     self.routers.worked(router)
                     return router, head
-                refused = RefusedError(head, (yield from read_all(MAX_ERROR_BYTES)))
+                refused = RefusedError(head, (yield from read_all(MAX_ERROR_BYTES, self.check_deadline)))
             except BrokenError as broken:
                 self.broke(router, broken)
                 if not is_repeatable and broken.kind != "connect":

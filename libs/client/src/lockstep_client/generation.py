@@ -130,7 +130,7 @@ class WholeAnswer:
             router = yield from self._attempts.next(prefer)
             try:
                 head: Head = yield Send(router, self._attempts.timed(self._request), self._attempts.silence_s)
-                content = yield from read_all(MAX_ANSWER_BYTES)
+                content = yield from read_all(MAX_ANSWER_BYTES, self._attempts.check_deadline)
             except BrokenError as broken:
                 # An answer that takes long is silent. A router that lives joins the request to the one that it has,
                 # if it has a key.
@@ -163,7 +163,7 @@ class WholeAnswer:
         self._attempts.check_deadline()
         try:
             head: Head = yield Send(router, Outgoing("GET", "/healthz"), self._attempts.policy.connect_timeout_s)
-            yield from read_all(1 << 16)
+            yield from read_all(1 << 16, self._attempts.check_deadline)
         except BrokenError:
             return False
         return ROUTER_HEADER in head.headers
@@ -236,7 +236,7 @@ class StreamedAnswer:
                 self._has_head = True
                 yield Give(head)
             if not head.headers.get("content-type", "").startswith("text/event-stream"):
-                yield from _pass_through()
+                yield from _pass_through(self._attempts)
                 self._is_over = True
                 return
             try:
@@ -367,7 +367,7 @@ class StreamedAnswer:
                 if head.status < 400:
                     self._attempts.routers.worked(router)
                     return router, head
-                refused = RefusedError(head, (yield from read_all(1 << 20)))
+                refused = RefusedError(head, (yield from read_all(1 << 20, self._attempts.check_deadline)))
             except BrokenError as broken:
                 self._attempts.broke(router, broken)
                 continue
@@ -414,7 +414,7 @@ class PlainRequest:
             yield Give(refused.content)
             return
         yield Give(head)
-        yield from _pass_through()
+        yield from _pass_through(self._attempts)
 
     def last_request(self) -> None:
         """Nothing runs on."""
@@ -455,9 +455,10 @@ def _events(decoder: Decoder, chunk: Chunk) -> list[ServerSentEvent]:
         raise ProtocolError(str(error)) from None
 
 
-def _pass_through() -> Steps[None]:
+def _pass_through(attempts: Attempts) -> Steps[None]:
     try:
         while (chunk := (yield Read())) is not None:
+            attempts.check_deadline()
             for each in (chunk,) if isinstance(chunk, bytes) else chunk:
                 yield Give(each)
     except BrokenError as broken:

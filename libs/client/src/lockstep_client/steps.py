@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -98,14 +98,18 @@ Step: TypeAlias = Send | Expect | Read | Pause | Resolve | Give
 Steps: TypeAlias = Generator[Step, Any, T]
 
 
-def read_all(limit_bytes: int) -> Steps[bytes]:
+def read_all(limit_bytes: int, check: Callable[[], None]) -> Steps[bytes]:
     """The rest of the response.
+
+    `check` is called whenever something arrives: bytes that trickle are no silence, so what it raises is all that ends
+    a response which takes for ever.
 
     Raises:
         BrokenError: the connection broke, or the response is longer than the limit.
     """
     content = bytearray()
     while (chunk := (yield Read())) is not None:
+        check()
         content += chunk if isinstance(chunk, bytes) else b"".join(event.encode() for event in chunk)
         if len(content) > limit_bytes:
             raise BrokenError("broken", f"the response is longer than {limit_bytes} bytes")
