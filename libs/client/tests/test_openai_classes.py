@@ -153,6 +153,27 @@ async def test_stream_that_another_thread_closes_is_an_official_error(router):
     assert [method for method, *_ in router.seen] == ["POST", "DELETE"]
 
 
+def test_query_of_the_client_is_in_every_request(router):
+    """A gateway may know its clients by it."""
+    asked = []
+    respond = router.respond
+
+    def without_query(method, path, *rest):
+        path, _, query = path.partition("?")
+        asked.append((method, query))
+        return respond(method, path, *rest)
+
+    router.respond = without_query
+    with serving(router, cuts=[500]) as server:
+        client = make(server, default_query={"subscription-key": "s"})
+        assert text(client.chat.completions.create(**FIELDS, stream=True)) == EXPECTED
+        assert client.chat.completions.create(**FIELDS, extra_query={"a": "b"}).choices[0].message.content == EXPECTED
+        with client.chat.completions.create(**FIELDS, stream=True) as stream:
+            next(stream)
+    key = "subscription-key=s"
+    assert asked == [("POST", key), ("GET", key), ("POST", f"{key}&a=b"), ("POST", key), ("DELETE", key)]
+
+
 @pytest.mark.parametrize("url", ["HTTP://Routers.Example:80/v1", "http://routers.example:80/v1/"])
 def test_every_form_of_an_address_is_one(router, monkeypatch, url):
     respond = router.respond

@@ -69,11 +69,15 @@ def with_seed(body: Mapping[str, Any], key: str | None) -> dict[str, Any]:
     return {**body, "seed": int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) % _SEEDS}
 
 
-def _streams_path(request: Outgoing) -> str:
-    """The path of streams under the same root as the path of a request for an answer."""
-    endpoint = endpoint_of(request.path)
+def _streams_path(request: Outgoing, stream_id: str | None = None) -> str:
+    """The path of streams, or of one of them, under the same root as the path of a request for an answer. It has the
+    same query: a gateway before the routers may know its clients by that.
+    """
+    path, mark, query = request.path.partition("?")
+    endpoint = endpoint_of(path)
     assert endpoint is not None
-    return request.path.removesuffix(endpoint) + "/streams"
+    streams = path.removesuffix(endpoint) + "/streams"
+    return (streams if stream_id is None else f"{streams}/{stream_id}") + mark + query
 
 
 def _cancel_by_key(request: Outgoing) -> Outgoing:
@@ -175,7 +179,6 @@ class StreamedAnswer:
     def __init__(self, request: Outgoing, attempts: Attempts, transcript: AnyTranscript) -> None:
         headers = {**_keyed(request.headers), RESUMABLE_HEADER: "true"}
         self._request = Outgoing(request.method, request.path, headers, request.content)
-        self._streams_path = _streams_path(request)
         self._attempts = attempts
         self._transcript = transcript
         self._router: Router | None = None
@@ -226,7 +229,8 @@ class StreamedAnswer:
             return None
         if self._stream_id is None:
             return router, _cancel_by_key(self._request)
-        return router, Outgoing("DELETE", f"{self._streams_path}/{self._stream_id}", _credentials(self._request))
+        path = _streams_path(self._request, self._stream_id)
+        return router, Outgoing("DELETE", path, _credentials(self._request))
 
     def _run(self) -> Steps[None]:
         router, head = yield from self._attempts.send(self._request, is_stream=True)
@@ -358,7 +362,7 @@ class StreamedAnswer:
         headers = {**_credentials(self._request), "Connection": "close", "Accept": "text/event-stream"}
         if self._last_event_id:
             headers[LAST_EVENT_HEADER] = self._last_event_id
-        request = Outgoing("GET", f"{self._streams_path}/{self._stream_id}", headers, continues=self._request)
+        request = Outgoing("GET", _streams_path(self._request, self._stream_id), headers, continues=self._request)
         unknown = elsewhere = 0
         while not (unknown and self._attempts.is_round_over):
             router = yield from self._attempts.next(origin)
@@ -436,7 +440,7 @@ def exchange_for(
         return PlainRequest(request, attempts, is_repeatable=request.method in ("GET", "HEAD", "OPTIONS"))
     seeded = with_seed(body, _key_of(request.headers))
     content = json.dumps(seeded, ensure_ascii=False, separators=(",", ":")).encode()
-    request = Outgoing(request.method, path, request.headers, content)
+    request = Outgoing(request.method, request.path, request.headers, content)
     if not body.get("stream"):
         best_of, n = body.get("best_of"), body.get("n") or 1
         # Routers refuse a key together with it: they cannot choose the best answers again.

@@ -334,7 +334,7 @@ def _embed_message(body: Body) -> pb.EmbedRequest:
 
 def _generated(request: Outgoing, position: str = "") -> Answer:
     """The answer to a request, or what comes of it after a position."""
-    body, is_chat = _body(request), request.path.endswith("/chat/completions")
+    body, is_chat = _body(request), request.path.partition("?")[0].endswith("/chat/completions")
     if not body.get("stream"):
         return Whole(body, request.made_at, is_chat=is_chat)
     # Behind the request's id it has a part for each choice, `-` while there is nothing of it, and `u` after the usage.
