@@ -310,6 +310,23 @@ async def test_errors_are_typed(make, router):
     assert router.seen[0][2]["authorization"] == "Bearer sk-1"
 
 
+@pytest.mark.parametrize("session", ["José", "a\nb", " a", "a ", "a\x7f"])
+async def test_session_that_no_header_can_have_is_refused_at_once(make, router, session):
+    with serving(router) as server:
+        caller = make(server.url)
+        with pytest.raises(ValueError, match="session must be"):
+            await caller.call("chat", QUESTION, **OPTIONS, session=session)
+        assert not router.seen
+        assert (await caller.call("chat", QUESTION, **OPTIONS, session="José".encode().hex())).text == expected()
+
+
+@pytest.mark.parametrize("key", ["sk-1 ", "sk-1\n", "sk-\u00e9"])
+def test_key_that_no_header_can_have_is_refused(make, key):
+    with pytest.raises(ValueError, match="api_key must be") as refused:
+        make("http://127.0.0.1:9", api_key=key)
+    assert "sk-" not in str(refused.value)
+
+
 async def test_names_with_several_addresses(make, router, monkeypatch):
     """Two addresses of one name: no router listens at the first."""
     with serving(router, host="127.0.0.2") as server:

@@ -6,7 +6,7 @@ import json
 import openai
 import pytest
 from fake_router import FakeRouter, error, serving, text_of
-from lockstep_client import Policy, StreamLost
+from lockstep_client import InvalidRequestError, Policy, StreamLost
 from lockstep_client.openai import AsyncOpenAI, OpenAI, error_of
 from pydantic import BaseModel
 
@@ -172,6 +172,17 @@ def test_query_of_the_client_is_in_every_request(router):
             next(stream)
     key = "subscription-key=s"
     assert asked == [("POST", key), ("GET", key), ("POST", f"{key}&a=b"), ("POST", key), ("DELETE", key)]
+
+
+def test_header_that_cannot_be_sent_is_no_failure_of_a_router(router):
+    with serving(router) as server:
+        client = make(server)
+        with pytest.raises(openai.APIConnectionError) as failed:
+            client.chat.completions.create(**FIELDS, extra_headers={"X-Note": "secret\nline"})
+        assert isinstance(error_of(failed.value), InvalidRequestError)
+        assert "secret" not in str(error_of(failed.value))
+        assert client.chat.completions.create(**FIELDS).choices[0].message.content == EXPECTED
+        assert [method for method, *_ in router.seen if method == "POST"] == ["POST"]
 
 
 @pytest.mark.parametrize("url", ["HTTP://Routers.Example:80/v1", "http://routers.example:80/v1/"])

@@ -131,7 +131,8 @@ class LockstepClient:
             messages: the conversation.
             model: its name.
             stream: give events as they come, instead of the whole answer.
-            session: requests of one session go to one worker, whose prefix cache has the conversation.
+            session: requests of one session go to one worker, whose prefix cache has the conversation. Printable ASCII
+                characters.
             timeout_s: for the whole request, instead of the policy's.
             on_lost: instead of the policy's.
             extra: further fields of the body.

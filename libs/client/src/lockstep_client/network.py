@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import httpx
 
+from lockstep_client.errors import InvalidRequestError
 from lockstep_client.loop_thread import run_in_loop
 from lockstep_client.routers import Name, Router, is_grpc
 from lockstep_client.steps import BrokenError, Chunk, Head, Outgoing
@@ -328,9 +329,13 @@ def _expect(response: httpx.Response, silence_s: float) -> None:
 
 @contextmanager
 def _as_broken() -> Iterator[None]:
-    """Failures of connections as `BrokenError`. The text names no header."""
+    """Failures of connections as `BrokenError`. The text names no header. A request that HTTP cannot carry is none: no
+    router would take it.
+    """
     try:
         yield
+    except httpx.LocalProtocolError:
+        raise InvalidRequestError("the request has a header that HTTP cannot carry") from None
     except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
         raise BrokenError("connect", f"no connection: {error or type(error).__name__}") from None
     except httpx.TimeoutException:

@@ -25,8 +25,8 @@ class Requests:
         self.base_urls: Sequence[str] = [base_urls] if isinstance(base_urls, str) else list(base_urls)
         self.policy = policy
         key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
-        if key and not (key.isascii() and key.isprintable()):
-            raise ValueError("api_key must be printable ASCII characters")
+        if key and not (_is_printable(key) and not key.endswith(" ")):
+            raise ValueError("api_key must be printable ASCII characters, without a space at its end")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def get(self, path: str) -> Outgoing:
@@ -37,10 +37,12 @@ class Requests:
         """A request with a body; fields that are None are left out.
 
         Raises:
-            ValueError: the body cannot be written as JSON.
+            ValueError: the body cannot be written as JSON, or the session as a header.
         """
         headers = {**self._headers, "Content-Type": "application/json"}
         if session is not None:
+            if not _is_printable(session) or session != session.strip(" "):
+                raise ValueError("session must be printable ASCII characters, without spaces at its ends")
             headers[SESSION_HEADER] = session
         given = {name: value for name, value in body.items() if value is not None}
         try:
@@ -75,6 +77,11 @@ class Requests:
         if timeout_s is not None:
             policy = replace(policy, timeout_s=timeout_s)
         return policy if on_lost is None else replace(policy, on_lost=on_lost)
+
+
+def _is_printable(text: str) -> bool:
+    """Whether HTTP and gRPC can carry it in a header."""
+    return text.isascii() and text.isprintable()
 
 
 def object_of(head: Head, content: bytes) -> dict[str, Any]:
