@@ -51,6 +51,12 @@ class Sync:
     async def stream(self, name, *args, **fields):
         return await asyncio.to_thread(lambda: list(getattr(self.client, name)(*args, stream=True, **fields)))
 
+    async def close(self):
+        await asyncio.to_thread(self.client.close)
+
+    async def close_stream(self, stream):
+        await asyncio.to_thread(stream.close)
+
     async def first(self, count, name, *args, **fields):
         def leave():
             with getattr(self.client, name)(*args, stream=True, **fields) as stream:
@@ -79,6 +85,12 @@ class Async:
 
     async def stream(self, name, *args, **fields):
         return [event async for event in await getattr(self.client, name)(*args, stream=True, **fields)]
+
+    async def close(self):
+        await self.client.aclose()
+
+    async def close_stream(self, stream):
+        await stream.aclose()
 
     async def first(self, count, name, *args, **fields):
         async with await getattr(self.client, name)(*args, stream=True, **fields) as stream:
@@ -325,6 +337,21 @@ def test_key_that_no_header_can_have_is_refused(make, key):
     with pytest.raises(ValueError, match="api_key must be") as refused:
         make("http://127.0.0.1:9", api_key=key)
     assert "sk-" not in str(refused.value)
+
+
+async def test_closed_client_sends_nothing(make, router):
+    with serving(router) as server:
+        caller = make(server.url)
+        stream = await caller.call("chat", QUESTION, **OPTIONS, stream=True)
+        await caller.close()
+        await caller.close_stream(stream)
+        with pytest.raises(ConnectionFailedError, match="is closed"):
+            await caller.call("chat", QUESTION, **OPTIONS)
+        with pytest.raises(ConnectionFailedError, match="is closed"):
+            await caller.stream("chat", QUESTION, **OPTIONS)
+        with pytest.raises(ConnectionFailedError, match="is closed"):
+            await caller.call("models")
+    assert [method for method, *_ in router.seen] == ["POST"]
 
 
 async def test_names_with_several_addresses(make, router, monkeypatch):

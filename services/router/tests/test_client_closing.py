@@ -6,9 +6,11 @@ import pytest
 from lockstep_client import AsyncLockstepClient, ConnectionFailedError, LockstepClient
 from router_cluster import eventually
 from scripted_worker import Script
-from test_client_over_grpc import POLICY, ports
+from test_client_over_grpc import POLICY, ports, relay
 
 FIELDS = {"prompt": "hello", "model": "reference", "max_tokens": 50}
+LONG = FIELDS | {"max_tokens": 200, "seed": 1}
+"""It does not end meanwhile."""
 
 
 async def close_blocking(url, received):
@@ -49,3 +51,23 @@ async def test_reader_gets_an_error_and_the_router_ends_the_answer(cluster, sche
     text = "".join(event.text for event in received if hasattr(event, "text"))
     assert text
     assert closed.value.received.texts[0] == text
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+async def test_client_that_is_closed_resumes_nothing(cluster, is_resumed):
+    """Nobody would close the connection that it would make, nor the one that a resumed stream has for itself."""
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=0.05)
+    async with cluster.over_grpc():
+        port = int(cluster.grpc_address.rpartition(":")[2])
+        # The first connection of the second case ends after a few events.
+        async with relay(port, [700] if is_resumed else []) as url:
+            client = AsyncLockstepClient(url, policy=POLICY)
+            events = aiter(await client.complete(**LONG, stream=True))
+            received = [await anext(events) for _ in range(15)]
+            await client.aclose()
+            with pytest.raises(ConnectionFailedError, match="is closed") as closed:
+                async with asyncio.timeout(20):
+                    received += [await anext(events) for _ in range(1000)]
+            await eventually(lambda: cluster.router.runs.readings == 0)
+    assert closed.value.received.texts[0].startswith("".join(event.text for event in received))

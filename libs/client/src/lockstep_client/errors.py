@@ -111,7 +111,9 @@ class InternalError(LockstepError):
 
 
 class ConnectionFailedError(LockstepError):
-    """No router could be reached, each connection broke, or the stream was closed while somebody read it."""
+    """No router could be reached, each connection broke, the stream was closed while somebody read it, or the client is
+    closed.
+    """
 
     default_code = "connection_failed"
 

@@ -75,7 +75,7 @@ class GrpcNetwork:
             return await self._ask_health(router)
         wanted = grpc_request(request)
         is_alone = any(name.lower() == "connection" and value == "close" for name, value in request.headers.items())
-        channel = self._new_channel(router) if is_alone else self._channel(router)
+        channel = self._own_channel(router) if is_alone else self._channel(router)
         silence_s = min(silence_s, self._probe_after_s)
         call = OpenCall(channel, wanted, request, silence_s, self._connect_timeout_s, is_alone=is_alone)
         try:
@@ -115,6 +115,12 @@ class GrpcNetwork:
             if len(self._channels) <= _MAX_CHANNELS:
                 break
             self._channels.pop(old).drop()
+        return channel
+
+    def _own_channel(self, router: Router) -> "_Channel":
+        """A connection for one call."""
+        channel = self._new_channel(router)
+        self._dropped = [*(each for each in self._dropped if each.calls), channel]
         return channel
 
     def _new_channel(self, router: Router) -> "_Channel":

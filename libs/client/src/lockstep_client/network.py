@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import httpx
 
-from lockstep_client.errors import InvalidRequestError
+from lockstep_client.errors import ConnectionFailedError, InvalidRequestError
 from lockstep_client.loop_thread import run_in_loop
 from lockstep_client.routers import Name, Router, is_grpc
 from lockstep_client.steps import BrokenError, Chunk, Head, Outgoing
@@ -72,7 +72,13 @@ class Network(Protocol):
     """Carries out steps."""
 
     async def open(self, router: Router, request: Outgoing, silence_s: float) -> Response:
-        """Send a request and wait for the head of its answer. Raises `BrokenError`."""
+        """Send a request and wait for the head of its answer.
+
+        Raises:
+            BrokenError: there is no connection, it broke, or was silent for too long.
+            ConnectionFailedError: the network is closed.
+            InvalidRequestError: the request cannot be sent.
+        """
 
     async def sleep(self, seconds: float) -> None:
         """Wait."""
@@ -128,6 +134,7 @@ class BlockingNetwork:
 
     async def open(self, router: Router, request: Outgoing, silence_s: float) -> Response:
         """Send a request and wait for the head of its answer."""
+        _check_open(self._client)
         if self._grpc is not None and is_grpc(router.root):
             return _BlockingCall(run_in_loop(self._grpc.open(router, request, silence_s)))
         with _as_broken():
@@ -174,6 +181,7 @@ class AsyncNetwork:
 
     async def open(self, router: Router, request: Outgoing, silence_s: float) -> Response:
         """Send a request and wait for the head of its answer."""
+        _check_open(self._client)
         if self._grpc is not None and is_grpc(router.root):
             return await self._grpc.open(router, request, silence_s)
         with _as_broken():
@@ -299,6 +307,12 @@ class _BlockingCall:
     async def close(self) -> None:
         """Leave the rest."""
         run_in_loop(self._call.close())
+
+
+def _check_open(client: httpx.Client | httpx.AsyncClient) -> None:
+    """Refuse a request of a client that is closed: nobody would close the connection that it makes."""
+    if client.is_closed:
+        raise ConnectionFailedError("the client is closed")
 
 
 def _built(

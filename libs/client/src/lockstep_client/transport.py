@@ -113,7 +113,8 @@ class _Course:
         if response is not None:
             await response.close()
         if (last := self._exchange.last_request()) is not None:
-            with suppress(BrokenError):  # the router ends the answer by itself when no client comes back
+            # The router ends the answer by itself when no client comes back.
+            with suppress(BrokenError, LockstepError):
                 response = await self._network.open(*last, FAREWELL_S)
                 await response.close()
 
@@ -132,7 +133,7 @@ class _Course:
 
     async def _next_given(self) -> Head | Content | None:
         result: Any = None
-        broken: BrokenError | None = None
+        broken: BrokenError | LockstepError | None = None
         while not self._is_closed:
             try:
                 step = self._steps.send(result) if broken is None else self._steps.throw(broken)
@@ -143,8 +144,8 @@ class _Course:
                 return step.value
             try:
                 result = await self._carry_out(step)
-            except BrokenError as error:
-                broken = error
+            except (BrokenError, LockstepError) as error:
+                broken = error  # nothing in the steps recovers from the second: they say what was received
         if self._is_closed:
             raise _ClosedError
         self._is_over = True
