@@ -89,7 +89,7 @@ def test_messages_of_answers_may_be_sent_back_with_what_clients_add_to_them():
         "parsed": {"answer": 42},
         "provider_specific_fields": {"refusal": None},
         "refusal": None,
-        "annotations": [],
+        "annotations": [{"type": "url_citation", "url_citation": {"url": "http://a.test"}}],
     }
     plain, other = (generate_message({"messages": [*ASK, each]}, is_chat=True) for each in (message, added))
     assert plain == other

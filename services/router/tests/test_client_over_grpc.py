@@ -25,10 +25,11 @@ from lockstep_client import (
 from lockstep_client.fields import ChatFields, CompletionFields, StructuredOutputs
 from lockstep_client.grpc_answers import Streamed
 from lockstep_client.grpc_calls import _Channel
-from lockstep_client.grpc_messages import grpc_request
+from lockstep_client.grpc_messages import generate_message, grpc_request
 from lockstep_client.steps import Outgoing
 from lockstep_client.transcript import Transcript
 from lockstep_router.faces.openai import schemas
+from lockstep_router.faces.openai.fields import IGNORED
 from router_cluster import eventually
 from router_process import listening, start
 from scripted_worker import Script, ScriptedWorker
@@ -298,6 +299,24 @@ def test_every_field_is_typed():
     chat, text, outputs = schemas.ChatCompletionRequest, schemas.CompletionRequest, schemas.StructuredOutputs
     for schema, fields in ((chat, ChatFields), (text, CompletionFields), (outputs, StructuredOutputs)):
         assert {each.alias or name for name, each in schema.model_fields.items()} - own == set(fields.__annotations__)
+
+
+@pytest.mark.parametrize(
+    ("schema", "given"),
+    [
+        (schemas.ChatCompletionRequest, {"messages": [{"role": "user", "content": "hi"}]}),
+        (schemas.CompletionRequest, {"prompt": "hi"}),
+    ],
+)
+def test_fields_that_change_nothing_are_left_out(schema, given):
+    """As over HTTP: which kind of router gets a request is chance."""
+    body, is_chat = {"model": "reference"} | given, "messages" in given
+    ignored = IGNORED - schema.model_fields.keys()
+    assert ignored
+    for name in ignored:
+        assert generate_message(body | {name: {"mode": "x"}}, is_chat=is_chat) == generate_message(
+            body, is_chat=is_chat
+        )
 
 
 async def _end(process):

@@ -44,6 +44,7 @@ _WITHOUT_MEANING = frozenset(
         "metadata",
         "prediction",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
@@ -54,8 +55,10 @@ _WITHOUT_MEANING = frozenset(
     }
 )
 """Fields that change nothing of an answer, or that say what the kind of call says."""
-_WITHOUT_MEANING_IN_MESSAGE = frozenset({"parsed", "provider_specific_fields"})
-"""What the official client's `parse` and LiteLLM add to the messages of answers."""
+_WITHOUT_MEANING_IN_TEXT = frozenset({"parallel_tool_calls", "reasoning_effort"})
+"""The same where there is no conversation."""
+_WITHOUT_MEANING_IN_MESSAGE = frozenset({"annotations", "parsed", "provider_specific_fields"})
+"""What the official client's `parse` and LiteLLM add to the messages of answers, and where an answer quotes pages."""
 _MODES = {
     "none": pb.TOOL_CHOICE_MODE_NONE,
     "auto": pb.TOOL_CHOICE_MODE_AUTO,
@@ -128,7 +131,8 @@ def generate_message(body: Body, *, is_chat: bool) -> pb.GenerateRequest:
     Raises:
         InvalidRequestError: a field is unknown, or its value has no place in the message.
     """
-    fields = {name: value for name, value in body.items() if value is not None and name not in _WITHOUT_MEANING}
+    left_out = _WITHOUT_MEANING if is_chat else _WITHOUT_MEANING | _WITHOUT_MEANING_IN_TEXT
+    fields = {name: value for name, value in body.items() if value is not None and name not in left_out}
     message = pb.GenerateRequest()
     logprobs = fields.pop("logprobs", None)
     if is_chat:
