@@ -571,16 +571,47 @@ def test_key_that_is_revoked_ends_the_stream():
     assert refused.value.received.events
 
 
-def test_resumption_sends_the_credentials_and_nothing_else_of_the_request():
+def test_resumption_sends_what_is_about_the_sender_and_nothing_else_of_the_request():
     router = FakeRouter()
-    headers = {"Authorization": "Bearer secret", "X-Session-ID": "s"}
+    headers = {"Authorization": "Bearer secret", "X-Session-ID": "s", "Content-Type": "application/json"}
     network = Network({A: router}, [600])
     list(network.request(TEXT, TEXT_BODY, POLICY, headers=headers))
     method, _, sent = router.seen[1]
     assert method == "GET"
     assert sent["authorization"] == "Bearer secret"
-    assert "x-session-id" not in sent
+    assert not {"x-session-id", "content-type", "idempotency-key", "x-lockstep-resumable"} & sent.keys()
     assert sent["last-event-id"].startswith("r-")
+
+
+class Gateway(FakeRouter):
+    """A router behind a gateway that knows its clients by a header of its own."""
+
+    def respond(self, method, path, headers, content):
+        if headers.get("Api-Key") != "mine":
+            return error(401, "unknown_client", "the gateway does not know you")
+        return super().respond(method, path, headers, content)
+
+
+def test_gateway_knows_who_resumes():
+    router = Gateway()
+    network = Network({A: router}, [600])
+    outputs = network.request(TEXT, TEXT_BODY, POLICY, headers={"Api-Key": "mine"})
+    assert history(outputs) == undisturbed(TEXT)
+    assert [method for method, *_ in router.seen] == ["POST", "GET"]
+    outputs = network.request(TEXT, TEXT_BODY, POLICY, headers={"Api-Key": "mine"})
+    next(outputs)
+    _, farewell = network.exchange.last_request()
+    assert (farewell.method, farewell.headers) == ("DELETE", {"Api-Key": "mine"})
+
+
+def test_gateway_knows_who_asks_whether_a_router_lives():
+    router = Gateway()
+    network = Network({A: router})
+    network.silences = 1
+    _, content = network.request(TEXT, TEXT_BODY | {"stream": False}, POLICY, headers={"Api-Key": "mine"})
+    assert json.loads(content)["choices"]
+    assert [path for _, path, _ in router.seen] == ["/healthz", TEXT]
+    assert network.clock.pauses == [POLICY.silence_timeout_s]
 
 
 def test_event_without_end_is_refused(monkeypatch):

@@ -42,6 +42,24 @@ _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 _ENDPOINTS = ("/chat/completions", "/completions", "/responses")
 _REPEATABLE = ("/embeddings", "/tokenize", "/detokenize")
 """Endpoints that compute and change nothing, with an answer in one piece."""
+_ABOUT_THE_ANSWER = frozenset(
+    {
+        "accept",
+        "connection",
+        "content-encoding",
+        "content-type",
+        "expect",
+        "idempotency-key",
+        "last-event-id",
+        "x-lockstep-event-ids",
+        "x-lockstep-resumable",
+        "x-request-timeout",
+        "x-session-id",
+    }
+)
+"""Headers of a request for an answer that say nothing about its sender. All others go with what resumes or cancels the
+answer: a gateway before the routers may know its clients by any of them.
+"""
 _UNKNOWN_STATUSES = frozenset({400, 404, 405, 422, 501})
 """How routers answer that cannot resume a stream: they do not have it, do not have this much of it, or never resume."""
 _SEEDS = 1 << 53
@@ -84,11 +102,12 @@ def _cancel_by_key(request: Outgoing) -> Outgoing:
     """What ends the generation of a request whose id is not known."""
     key = _key_of(request.headers)
     headers = {} if key is None else {KEY_HEADER: key}
-    return Outgoing("DELETE", _streams_path(request), _credentials(request) | headers)
+    return Outgoing("DELETE", _streams_path(request), _sender_of(request) | headers)
 
 
-def _credentials(request: Outgoing) -> dict[str, str]:
-    return {name: value for name, value in request.headers.items() if name.lower() == "authorization"}
+def _sender_of(request: Outgoing) -> dict[str, str]:
+    """The headers of the request that are about its sender."""
+    return {name: value for name, value in request.headers.items() if name.lower() not in _ABOUT_THE_ANSWER}
 
 
 def _key_of(headers: Mapping[str, str]) -> str | None:
@@ -166,7 +185,8 @@ class WholeAnswer:
     def _lives(self, router: Router) -> Steps[bool]:
         self._attempts.check_deadline()
         try:
-            head: Head = yield Send(router, Outgoing("GET", "/healthz"), self._attempts.policy.connect_timeout_s)
+            asking = Outgoing("GET", "/healthz", _sender_of(self._request))
+            head: Head = yield Send(router, asking, self._attempts.policy.connect_timeout_s)
             yield from read_all(1 << 16, self._attempts.check_deadline)
         except BrokenError:
             return False
@@ -230,7 +250,7 @@ class StreamedAnswer:
         if self._stream_id is None:
             return router, _cancel_by_key(self._request)
         path = _streams_path(self._request, self._stream_id)
-        return router, Outgoing("DELETE", path, _credentials(self._request))
+        return router, Outgoing("DELETE", path, _sender_of(self._request))
 
     def _run(self) -> Steps[None]:
         router, head = yield from self._attempts.send(self._request, is_stream=True)
@@ -359,7 +379,7 @@ class StreamedAnswer:
         """
         assert self._stream_id is not None
         # A new connection each time: behind one address there may be several routers.
-        headers = {**_credentials(self._request), "Connection": "close", "Accept": "text/event-stream"}
+        headers = {**_sender_of(self._request), "Connection": "close", "Accept": "text/event-stream"}
         if self._last_event_id:
             headers[LAST_EVENT_HEADER] = self._last_event_id
         request = Outgoing("GET", _streams_path(self._request, self._stream_id), headers, continues=self._request)
