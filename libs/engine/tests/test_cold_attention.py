@@ -310,7 +310,7 @@ class TestQuantize:
             cold.values[0, 0, 3, 5] = code
             query, key, zero = torch.zeros(3, 1, 1, 16)
             layout = layout_of_one(cache, 16, 1, np.array([0, 1], np.int32), np.array([0, 0], np.int32))
-            attention = by_kernel(cache, layout.__class__(**{**vars(layout), "moves": None}))
+            attention = by_kernel(cache, layout._replace(moves=None))
             out = attention.attend(0, query, key, zero, Scoring(1.0))
             torch.testing.assert_close(out[0, 0], torch.zeros(16).index_fill(0, torch.tensor(5), value / 17))
             cold.values[0, 0] = torch.ones(16, 16).to(torch.float8_e4m3fn).view(torch.uint8)

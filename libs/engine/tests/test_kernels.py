@@ -8,9 +8,9 @@ import pytest
 import torch
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_choice import step_attention
-from lockstep_engine.attention_cpu import CompiledAttention
+from lockstep_engine.attention_cpu import CompiledAttention, DecodingAttention
 from lockstep_engine.attention_torch import TorchAttention
-from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.kernels import cpu
 from lockstep_engine.kernels.cpu_structs import PlainLayerCall, PlainStepCall, RopeCall
 from lockstep_engine.kv_cache import KvCache
@@ -170,6 +170,25 @@ class TestAttentionBits:
         ]
         assert_same_bits(alone, expected)
 
+    @pytest.mark.parametrize("hot_window", [None, HotWindow(sink=1, size=1)], ids=str)
+    def test_attention_that_is_taken_over_from_an_earlier_step_is_as_a_new_one(self, threads, hot_window):
+        texts = Texts([*RAGGED, 90, 90], seed=3)
+        expected = texts.attend(by_kernel, texts.at_once(), hot_window=hot_window)
+        for steps in (texts.one_by_one(), texts.in_random_chunks(4)):
+            kept = DecodingAttention()
+            assert_same_bits(texts.attend(kept.of, steps, hot_window=hot_window), expected)
+            threads(2)
+            assert_same_bits(texts.attend(kept.of, steps, hot_window=hot_window), expected)  # another cache
+        cache = KvCache(layers=1, kv_heads=1, head_dim=16, blocks=4, dtype=torch.float32, device=CPU)
+        steps = [
+            StepLayout(np.array([at], np.int32), np.array([count], np.int32), np.array([[0, 1, 2]], np.int32))
+            for at, count in ((0, 1), (33, 1), (3, 2))
+        ]
+        first, second, longer = (kept.of(cache, each) for each in steps)
+        assert first is second
+        assert first is not longer
+        assert first.positions.tolist() == [33]
+
     def test_the_number_of_threads_does_not_matter(self, threads):
         texts = Texts(RAGGED, heads=6, kv_heads=3, dim=48)
         outs = []
@@ -289,8 +308,9 @@ class TestElementwise:
             places = torch.randint(width, (2,), generator=generator)
             x[row, places] = torch.tensor([math.nan, (math.inf, math.nan, -math.inf)[row % 3]])
         ids, usable = cpu.largest(x)
-        assert torch.equal(ids, x.argmax(dim=-1))
-        assert torch.equal(usable, ids.where(x.amax(dim=-1).isfinite(), -1))
+        expected = x.argmax(dim=-1)
+        assert ids.tolist() == expected.tolist()
+        assert usable.tolist() == expected.where(x.amax(dim=-1).isfinite(), -1).tolist()
 
     def test_a_row_has_the_same_bits_whatever_its_neighbours(self):
         torch.manual_seed(0)

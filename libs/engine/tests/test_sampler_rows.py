@@ -583,9 +583,9 @@ class TestLogitsThatAreNoNumbers:
             sampler.add(row_sampling(row, **settings_))
         ids, _ = sampler.sample(poisoned, rows, none, draws).read()
         assert ids == [healthy[0], NO_TOKEN, healthy[2]]
-        assert (
-            0 <= int(sampler.last(torch.from_numpy(rows[1:2].astype(np.int64)))) < 40
-        )  # the next step may have been planned with it
+        (last,) = sampler.last(torch.from_numpy(rows[1:2].astype(np.int64))).tolist()
+        assert 0 <= last < 40  # the next step may have been planned with it
+        assert sampler.last_here(rows).tolist() == [healthy[0], last, healthy[2]]
 
     def test_include_a_row_without_any_number(self):
         assert sample_one([-math.inf] * 5) == NO_TOKEN

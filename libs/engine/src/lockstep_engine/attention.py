@@ -5,7 +5,7 @@ call, and a query row's result does not depend on what else is in the step.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,7 @@ from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.scoring import Scoring
 
 
-@dataclass(frozen=True)
-class StepLayout:
+class StepLayout(NamedTuple):
     """A step's sequences. The step's tokens are those of the first sequence, then those of the second, and so on."""
 
     starts: NDArray[np.int32]

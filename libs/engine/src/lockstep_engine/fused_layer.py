@@ -8,6 +8,7 @@ with the unmodified model.
 import ctypes
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ class FusedLayers:
         """
         rows, hidden = x.shape
         halves, threads = 2 * len(self._layers), torch.get_num_threads()
-        room, step, _ = self._buffers(rows, hidden, threads, None)
+        buffers = self._buffers(rows, hidden, threads, None)
+        room, step = buffers.room, buffers.call
         step.x, step.cosine, step.sine = x.data_ptr(), cosine.data_ptr(), sine.data_ptr()
         step.positions = positions.data_ptr()
         paged.give_to(step)
@@ -106,10 +108,12 @@ class FusedLayers:
             if len(self._small) >= _SMALL:
                 self._small.clear()
             self._small[key] = buffers
-        _, step, (x, last) = buffers
+        step, (x, last) = buffers.call, buffers.ends
         step.x, step.cosine, step.sine = x, model.cosine.data_ptr(), model.sine.data_ptr()
-        step.positions = paged.positions.data_ptr()
-        paged.give_to(step)
+        if buffers.paged is not paged:  # steps that decode often have the same
+            step.positions = paged.positions.data_ptr()
+            paged.give_to(step)
+            buffers.paged = paged
         logits = torch.empty(count, model.head.out_features)
         ends = model.call
         ends.ids, ends.wanted, ends.count = ids.data_ptr(), wanted.data_ptr(), count
@@ -128,12 +132,22 @@ class FusedLayers:
         sizes = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
         room = torch.empty(sum(sizes))
         places = list(itertools.accumulate(sizes[:-1], lambda at, size: at + 4 * size, initial=room.data_ptr()))
-        return room, PlainStepCall(None, *places[:6], rows=rows, hidden=hidden, sums_size=sums), places[6:]
+        call = PlainStepCall(None, *places[:6], rows=rows, hidden=hidden, sums_size=sums)
+        return _Buffers(room, call, places[6:])
 
 
-_Buffers = tuple[torch.Tensor, PlainStepCall, list[int]]
-"""The memory of a step's buffers, of which the result is the first; the call with their places; places of a whole
-model's residual stream and of its last rows."""
+@dataclass
+class _Buffers:
+    """What a step computes in."""
+
+    room: torch.Tensor
+    """The memory of all buffers; the result is the first."""
+    call: PlainStepCall
+    """With their places."""
+    ends: list[int]
+    """Places of a whole model's residual stream and of its last rows."""
+    paged: CompiledAttention | None = None
+    """The attention that the call has. It is kept as long as its memory may be used."""
 
 
 class PlainEnds:

@@ -154,8 +154,8 @@ class Result(msgspec.Struct, array_like=True):
     """[sequences that the plan completes, hidden]. None: the plan pools nothing."""
 
 
-_DTYPES: tuple[type[np.generic], ...] = (np.bool_, np.int32, np.float32, np.float64)
-_CODES = {(np.dtype(kind), dims): 2 * number + dims - 1 for number, kind in enumerate(_DTYPES) for dims in (1, 2)}
+_DTYPES = tuple(np.dtype(kind) for kind in (np.bool_, np.int32, np.float32, np.float64))
+_CODES = {(kind, dims): 2 * number + dims - 1 for number, kind in enumerate(_DTYPES) for dims in (1, 2)}
 _WIDTH = struct.Struct("<I")
 
 
@@ -169,12 +169,12 @@ def _pack_array(value: object) -> msgspec.msgpack.Ext:
 
 def _unpack_array(code: int, data: memoryview) -> NDArray[np.generic]:
     content = bytes(data)  # the message is not aligned; this is
-    dtype = np.dtype(_DTYPES[code // 2])
+    dtype = _DTYPES[code // 2]
     if code % 2 == 0:
         return np.frombuffer(content, dtype=dtype)
     (width,) = _WIDTH.unpack_from(content, len(content) - _WIDTH.size)
-    elements = (len(content) - _WIDTH.size) // dtype.itemsize
-    return np.frombuffer(content, dtype=dtype, count=elements).reshape(-1, width)
+    rows = (len(content) - _WIDTH.size) // (dtype.itemsize * width)
+    return np.ndarray((rows, width), dtype, content)
 
 
 encode_plan = msgspec.msgpack.Encoder(enc_hook=_pack_array).encode

@@ -11,9 +11,8 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from lockstep_engine import distributed, fast_path
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_choice import step_attention
+from lockstep_engine.attention_cpu import DecodingAttention
 from lockstep_engine.attention_torch import TorchAttention
 from lockstep_engine.blocks import HostSizes, PoolSizes
 from lockstep_engine.cache_sizing import CacheSizing
@@ -71,8 +71,7 @@ _POLL_S = 0.00003
 """How long a rank waits for a plan before it checks whether its device has finished a step."""
 
 
-@dataclass(frozen=True)
-class Launched:
+class Launched(NamedTuple):
     """A step that has been launched on the device."""
 
     number: int
@@ -112,7 +111,7 @@ class Rank:
         config, model = spec.config, spec.model
         self._control = control
         self._mailbox = Mailbox(mailbox_fd, config.tp, *message_sizes(spec))
-        phases = _PhaseTimer()
+        phases, self._decoding_attention = _PhaseTimer(), DecodingAttention()
         self._device = pick_device(config, spec.rank)
         torch.set_num_threads(spec.threads)
         self._timer, self._marks = DeviceTimer(self._device), marks_of(self._device, self._mailbox, spec.rank)
@@ -230,7 +229,7 @@ class Rank:
         if not len(plan.lengths):
             return self._launch_nothing(plan.step, idle)
         sampled = plan.samples.nonzero()[0]
-        rows = (plan.lengths.cumsum() - 1)[sampled]
+        rows = (plan.lengths.cumsum() - 1)[sampled] if plan.has_prefill else sampled
         targets = np.empty(0, np.int32)
         if plan.targets is not None:
             scored = (plan.targets >= 0).nonzero()[0]
@@ -295,11 +294,15 @@ class Rank:
         waits.
         """
         unknown = (plan.token_ids == LAST_SAMPLED).nonzero()[0]
-        sampling_rows = np.repeat(plan.sampling_rows, plan.lengths)[unknown]
-        arrays = [each.astype(np.int64) for each in (plan.token_ids, unknown, sampling_rows)]
-        ids, places, owners = to_device_at_once(arrays, self._device)
+        owners = (np.repeat(plan.sampling_rows, plan.lengths) if plan.has_prefill else plan.sampling_rows)[unknown]
+        if self._device.type == "cpu" and self._sampler is not None and self._group.size == 1:
+            here = plan.token_ids.astype(np.int64)
+            here[unknown] = self._sampler.last_here(owners)
+            return torch.from_numpy(here)
+        arrays = [each.astype(np.int64) for each in (plan.token_ids, unknown, owners)]
+        ids, places, sampling_rows = to_device_at_once(arrays, self._device)
         if len(unknown):
-            mine = torch.zeros_like(owners) if self._sampler is None else self._sampler.last(owners)
+            mine = torch.zeros_like(sampling_rows) if self._sampler is None else self._sampler.last(sampling_rows)
             ids.index_copy_(0, places, self._group.all_gather(mine)[: len(unknown)])
         return ids
 
@@ -319,11 +322,7 @@ class Rank:
             logits = self.graphs.run(ids, layout)
             self._marks.replayed()
             return logits if np.array_equal(rows, np.arange(len(ids))) else logits[self._indices(rows)]
-        attention = step_attention(
-            self.cache,
-            layout,
-            deterministic=self._deterministic,
-        )
+        attention = step_attention(self.cache, layout, deterministic=self._deterministic, kept=self._decoding_attention)
         return self._full_logits(self.model.logits(ids, attention, self._indices(rows)))
 
     def _forward_by_torch(self, ids: torch.Tensor, layout: StepLayout, rows: NDArray[np.int64]) -> torch.Tensor:

@@ -41,7 +41,7 @@ class ListedTokens:
 class Sampled:
     """The tokens chosen in a step. They are on the host once the device has finished earlier work."""
 
-    ids: torch.Tensor
+    ids: torch.Tensor | NDArray[np.int64]
     """[logits rows], int64; NO_TOKEN where the logits are no numbers."""
     listed: list[ListedTokens]
     """For requests that want log probabilities."""
@@ -52,7 +52,8 @@ class Sampled:
         """The ids, and for requests that want them the log probabilities of the model's own distribution; over the
         tokens that they may choose if these are restricted.
         """
-        logprobs: list[StepLogprobs | None] = [None] * len(self.ids)
+        token_ids = self.ids.tolist()
+        logprobs: list[StepLogprobs | None] = [None] * len(token_ids)
         for part in self.listed:
             chosen, ids, values = part.chosen.tolist(), part.ids.tolist(), part.logprobs.tolist()
             for place, (row, count) in enumerate(
@@ -62,7 +63,7 @@ class Sampled:
                 if row in self.restricted:  # it may have fewer tokens than are wanted: the others have -inf
                     top = [value for value in top if value > -math.inf]
                 logprobs[row] = StepLogprobs(chosen[place], top_ids[: len(top)], top)
-        return self.ids.tolist(), logprobs
+        return token_ids, logprobs
 
 
 class Sampler:
@@ -81,6 +82,8 @@ class Sampler:
         """[sampling rows, vocabulary]"""
         self._last = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         """[sampling rows]: the token that was last chosen."""
+        self._last_here = self._last.numpy() if device.type == "cpu" else np.empty(0, np.int64)
+        """The same memory. Numpy takes less time than torch for the few numbers of a step."""
 
     def launch_all(self, dtype: torch.dtype, ranks: int) -> None:
         """Launch every form of the kernels once, so that none has to be built while serving.
@@ -98,6 +101,10 @@ class Sampler:
     def last(self, sampling_rows: torch.Tensor) -> torch.Tensor:
         """The tokens [rows], int64 on the device, that were last chosen for these sampling rows, int64."""
         return self._last.index_select(0, sampling_rows)
+
+    def last_here(self, sampling_rows: NDArray[np.int32]) -> NDArray[np.int64]:
+        """The same on the CPU, [rows]."""
+        return self._last_here[sampling_rows]
 
     def add(self, sampling: RowSampling) -> None:
         """A sampling row gets a new request.
@@ -140,9 +147,9 @@ class Sampler:
         given = raw = logits if self._kernels is not None else logits.float()
         by_cpu = self._kernels is None and cpu.available(given) and given.is_contiguous()
         if settings.only_greedy and masked is None and by_cpu:
-            ids, usable = cpu.largest(given)
-            self._last.index_copy_(0, settings.sampling_rows, ids)
-            return Sampled(usable, [])
+            largest, reported = cpu.largest(given)
+            self._last_here[sampling_rows] = largest
+            return Sampled(reported, [])
         if masked is not None and masks is not None:
             raw = _restrict(raw, masked, masks)
         adjusted = raw

@@ -19,7 +19,11 @@ _ALIGNED = 16
 
 def to_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
     """The array on the device, of its type. On the CPU it shares the array's memory where it can."""
-    here = torch.from_numpy(np.require(array, requirements=["C", "W"]))  # torch warns of what cannot be written to
+    if not (array.flags.c_contiguous and array.flags.writeable):  # torch warns of what cannot be written to
+        array = np.require(array, requirements=["C", "W"])
+    here = torch.from_numpy(array)
+    if device.type == "cpu":
+        return here
     if device.type == "cuda" and array.nbytes > _STAGED_BYTES:
         here = here.pin_memory()
     return here.to(device, non_blocking=True)

@@ -361,8 +361,9 @@ void lockstep_softmax(float *out, const float *x, int64_t rows, int64_t width) {
 /* out [rows] = the sum of each row of x [rows, width]. */
 void lockstep_sum(float *out, const float *x, int64_t rows, int64_t width) { chosen.sum(out, x, rows, width); }
 
-/* See `largest`. */
+/* See `largest`. To wake threads takes longer than a few rows. */
 void lockstep_largest(int64_t *ids, int64_t *usable, const float *x, int64_t rows, int64_t width, int threads) {
+    if (rows * width < 262144) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1 && rows > 1)
     for (int slice = 0; slice < threads; slice++) {
         int64_t begin = rows * slice / threads, count = rows * (slice + 1) / threads - begin;

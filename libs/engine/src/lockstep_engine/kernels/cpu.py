@@ -170,35 +170,55 @@ def store(layer: LayerCall, keys: torch.Tensor, values: torch.Tensor, cells: tor
     )
 
 
-def places(
-    starts: NDArray[np.int32], lengths: NDArray[np.int32], tables: NDArray[np.int32]
-) -> tuple[NDArray[np.int32], torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where a step's tokens are; the arguments as in `StepLayout`, contiguous, tables with the ids of hot blocks.
+class Places:
+    """Where the tokens of a step are, and of later steps whose sequences have as many tokens each.
 
-    Returns:
-        Owners, positions and cells [tokens], and the blocks that are entered [n]; int64 but for the owners.
+    Args:
+        lengths: [sequences], int32: tokens of each sequence in a step.
+        width: blocks of a sequence in the tables.
 
-    Raises:
-        IndexError: a position has no place in its table.
+    Attributes:
+        tables: [sequences, width], int32: those of the last step.
+        owners: [tokens], int32: each token's sequence.
+        positions, cells: [tokens], int64.
+        entered: [tokens], int64: the first of them are the blocks that the last step enters.
     """
-    assert _library is not None
-    tokens = int(lengths.sum())
-    owners, numbers = np.empty(tokens, np.int32), torch.empty(3, tokens, dtype=torch.int64)
-    positions, cells, entered = numbers.unbind()
-    count = _library.lockstep_places(
-        address(starts),
-        address(lengths),
-        len(lengths),
-        address(tables),
-        tables.shape[1],
-        address(owners),
-        positions.data_ptr(),
-        cells.data_ptr(),
-        entered.data_ptr(),
-    )
-    if count < 0:
-        raise IndexError("a position has no block in its table")
-    return owners, positions, cells, entered[:count]
+
+    def __init__(self, lengths: NDArray[np.int32], width: int) -> None:
+        sequences, tokens = len(lengths), int(lengths.sum())
+        self._lengths = np.array(lengths, np.int32)
+        self._starts = np.empty(sequences, np.int32)
+        self.tables = np.empty((sequences, width), np.int32)
+        self.owners = np.empty(tokens, np.int32)
+        self.positions, self.cells, self.entered = torch.empty(3, tokens, dtype=torch.int64).unbind()
+        self._arguments = (
+            address(self._starts),
+            address(self._lengths),
+            sequences,
+            address(self.tables),
+            width,
+            address(self.owners),
+            self.positions.data_ptr(),
+            self.cells.data_ptr(),
+            self.entered.data_ptr(),
+        )
+
+    def find(self, starts: NDArray[np.int32], tables: NDArray[np.int32]) -> int:
+        """Find the tokens of a step; tables [sequences, width] with the ids of hot blocks.
+
+        Returns:
+            How many blocks it enters.
+
+        Raises:
+            IndexError: a position has no place in its table.
+        """
+        assert _library is not None
+        self._starts[:] = starts
+        self.tables[:] = tables
+        count: int = _library.lockstep_places(*self._arguments)
+        if count < 0:
+            raise IndexError("a position has no block in its table")
+        return count
 
 
 def address(array: NDArray[np.generic]) -> int:
@@ -259,14 +279,16 @@ def apply(function: Function, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def largest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def largest(x: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The first place of each row's largest number, as `argmax` has it, and the same with -1 where the number is not
-    finite; both [rows], int64. x [rows, width], contiguous, float32.
+    finite; both [rows]. x [rows, width], contiguous, float32.
     """
     assert _library is not None
     rows, width = x.shape
-    ids, usable = torch.empty(2, rows, dtype=torch.int64).unbind()
-    _library.lockstep_largest(ids.data_ptr(), usable.data_ptr(), x.data_ptr(), rows, width, torch.get_num_threads())
+    found = torch.empty(2, rows, dtype=torch.int64)
+    at = found.data_ptr()
+    _library.lockstep_largest(at, at + 8 * rows, x.data_ptr(), rows, width, torch.get_num_threads())
+    ids, usable = found.numpy()
     return ids, usable
 
 

@@ -605,7 +605,17 @@ static void NAME(largest)(int64_t *ids, int64_t *usable, const float *x, int64_t
                 from = i;
             }
         }
-        for (found = from; found < width - 1 && !(x[found] == best || x[found] != x[found]); found++) {}
+        for (found = from; found + LANES <= width; found += LANES) { /* skip sets of lanes without it */
+            int_vec hits = {};
+            for (int part = 0; part < PARTS; part++) {
+                vec each = *(const vec *)(x + found + part * VEC);
+                hits |= (each == best) | (each != each);
+            }
+            int is_there = 0;
+            for (int lane = 0; lane < VEC; lane++) is_there |= hits[lane];
+            if (is_there) break;
+        }
+        for (; found < width - 1 && !(x[found] == best || x[found] != x[found]); found++) {}
         ids[row] = found;
         usable[row] = best - best == 0.0f ? found : -1;
     }
