@@ -43,7 +43,7 @@ class Engine:
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
-        self._outputs: dict[str, asyncio.Queue[Output]] = {}
+        self._outputs: dict[str, asyncio.Queue[Output] | _Collected] = {}
         self._numbers = itertools.count()
         self._engine = AsyncEngine(
             EngineConfig(model=str(model), **settings),
@@ -136,9 +136,12 @@ class Engine:
         given = ""
         decoder = DecodeStream(skip_special_tokens=True)
         try:
-            self._await(self._submit(request))
+            outputs: asyncio.Queue[Output] = asyncio.Queue()
+            self._await(self._submit(request, outputs))
             while True:
-                output = self._await(self._next(request.id))
+                output = self._await(outputs.get())
+                if output.error is not None:
+                    raise output.error
                 for id_ in output.ids:
                     ids.append(id_)
                     piece = decoder.step(self._tokenizer, id_)
@@ -181,19 +184,13 @@ class Engine:
             if box is not None:
                 box.put_nowait(output)
 
-    async def _submit(self, request: Request) -> None:
+    async def _submit(self, request: Request, outputs: "asyncio.Queue[Output] | _Collected") -> None:
         async with asyncio.timeout(self._engine.config.start_timeout_s):
             # A rank was lost: the new group starts only while this loop runs.
             while self._engine.status().state is EngineState.RESTARTING:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        self._outputs[request.id] = asyncio.Queue()
+        self._outputs[request.id] = outputs
         self._engine.submit(request)
-
-    async def _next(self, request_id: str) -> Output:
-        output = await self._outputs[request_id].get()
-        if output.error is not None:
-            raise output.error
-        return output
 
     async def _collect(self, requests: Sequence[Request]) -> list[list[Output]]:
         """Run requests, at most `max_queue` at a time, and as many with grammars as the engine takes at once. If one
@@ -205,15 +202,13 @@ class Engine:
 
         async def one(request: Request) -> list[Output]:
             async with grammar_room if request.sampling.grammar is not None else nullcontext(), room:
-                outputs: list[Output] = []
+                outputs = _Collected()
                 try:
-                    await self._submit(request)
-                    while not outputs or outputs[-1].finish is None:
-                        outputs.append(await self._next(request.id))
+                    await self._submit(request, outputs)
+                    return await outputs.all()
                 finally:
                     self._outputs.pop(request.id, None)
                     self._engine.cancel(request.id)
-                return outputs
 
         tasks = [asyncio.ensure_future(one(request)) for request in requests]
         try:
@@ -225,6 +220,30 @@ class Engine:
 
     def _await(self, work: Coroutine[Any, Any, _T]) -> _T:
         return self._loop.run_until_complete(work)
+
+
+class _Collected:
+    """The outputs of a request at which nobody looks before it has ended: to wake a task for each token would take
+    longer than the driver's other work for it.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: list[Output] = []
+        self._ended = asyncio.Event()
+
+    def put_nowait(self, output: Output) -> None:
+        """The request's next output."""
+        self._outputs.append(output)
+        if output.finish is not None or output.error is not None:
+            self._ended.set()
+
+    async def all(self) -> list[Output]:
+        """Its outputs, when it has ended. Raises the error with which it has."""
+        await self._ended.wait()
+        error = self._outputs[-1].error
+        if error is not None:
+            raise error
+        return self._outputs
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

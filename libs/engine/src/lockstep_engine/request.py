@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 from lockstep_common.errors import LockstepError, invalid
@@ -211,9 +212,8 @@ class PromptLogprobs:
         return bool(np.isnan(self.tokens).any())
 
 
-@dataclass(frozen=True)
-class Output:
-    """The result of one step for one request."""
+class Output(NamedTuple):
+    """The result of one step for one request. A tuple, because one is made for each token."""
 
     request_id: str
     position: int

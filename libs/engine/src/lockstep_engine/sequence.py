@@ -53,6 +53,9 @@ class Sequence:
     scores_delivered: int = 1
     """First prompt position whose log probability has not been in an output."""
 
+    _turn: tuple[bool, tuple[float, int]] | None = None
+    """The last `precedence`, and whether there was output."""
+
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt_ids, *self.request.emitted_ids]
 
@@ -61,7 +64,11 @@ class Sequence:
         """Sorting key that puts the most important sequence first: by arrival, with the head starts of its class and
         of output (see `seniority`).
         """
-        return (turn_at(self.arrived_at, self.request.priority, has_output=self.emitted > 0), self.arrival)
+        has_output = self.emitted > 0
+        if self._turn is None or self._turn[0] is not has_output:  # each step asks every sequence
+            turn = turn_at(self.arrived_at, self.request.priority, has_output=has_output)
+            self._turn = has_output, (turn, self.arrival)
+        return self._turn[1]
 
     @property
     def emitted(self) -> int:

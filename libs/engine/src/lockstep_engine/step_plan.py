@@ -43,14 +43,18 @@ def make_plan(
             sampling = chunk.sequence.request.sampling
             uniforms.append(uniform(sampling.seed, position) if sampling.temperature else 0.0)
     masked, masks = masks_of(chunks)
+    # One array for all of them: to make one takes longer than to fill it.
+    starts, lengths, sampling_rows, before = np.array(
+        [[chunk.start for chunk in chunks], [chunk.tokens for chunk in chunks], rows, emitted], dtype=np.int32
+    )
     return Plan(
         step=step,
         token_ids=np.frombuffer(token_ids, dtype=np.int32),
-        starts=np.array([chunk.start for chunk in chunks], dtype=np.int32),
-        lengths=np.array([chunk.tokens for chunk in chunks], dtype=np.int32),
-        sampling_rows=np.array(rows, dtype=np.int32),
+        starts=starts,
+        lengths=lengths,
+        sampling_rows=sampling_rows,
         samples=np.array([chunk.samples for chunk in chunks], dtype=np.bool_),
-        emitted=np.array(emitted, dtype=np.int32),
+        emitted=before,
         uniforms=np.array(uniforms, dtype=np.float64),
         tables=tables,
         moves=moves,
