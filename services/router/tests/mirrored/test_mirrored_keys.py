@@ -51,6 +51,47 @@ async def test_key_of_a_taken_stream_stays_when_its_former_run_ends(store, other
     assert await store.find("tenant/key") == Claim("r-1", b"body")
 
 
+@pytest.mark.parametrize("end", ["fails", "may go on", "is given up"])
+async def test_key_of_a_taken_stream_stays_when_its_former_run_ends_without_knowing(store, other, make_store, end):
+    """The former router has gained nothing since then, so that nothing has told it."""
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    await fill(store)
+    await mirrored(store)
+    await take(other)
+    other.expire()
+    await mirrored(other)  # the key was renewed there, and is not for a while now
+    if end == "is given up":
+        await store.remove("r-1")
+    else:
+        failed = FAILED if end == "may go on" else Outcome(LockstepError(ErrorCode.INTERNAL, "a defect"))
+        await store.release("r-1")
+        await store.seal("r-1", failed, KEEP_S)
+    await mirrored(store)
+    third = await make_store("router-3")
+    assert await third.claim("tenant/key", Claim("r-2", b"body")) == Claim("r-1", b"body")
+
+
+async def test_key_is_not_released_while_it_is_not_known_whose_its_stream_is(store, other, make_store, server):
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    await fill(store)
+    await mirrored(store)
+    await take(other)
+    other.expire()
+    await mirrored(other)
+    append, may_append = server.backend.backend.append, asyncio.Event()
+
+    async def append_later(writes):
+        await may_append.wait()
+        return await append(writes)
+
+    server.backend.backend.append = append_later
+    store.client.timeout_s = 0.05
+    await store.release("r-1")
+    may_append.set()
+    third = await make_store("router-3")
+    assert await third.find("tenant/key") == Claim("r-1", b"body")
+
+
 async def test_key_of_a_failed_stream_that_another_one_has_stays_when_that_is_removed(store, other):
     await store.claim("tenant/key", Claim("r-1", b"body"))
     await fill(store)

@@ -434,10 +434,35 @@ class MirroredJournalStore:
         return await self._front.find(scope) or await self._keys.find(scope)
 
     async def release(self, request_id: str) -> None:
-        """Make the idempotency key of a stream free for another one."""
+        """Make the idempotency key of a stream free for another one, unless another router has the stream, or may have
+        it: then the key is that one's.
+        """
         await self._front.release(request_id)
+        has_key = self._keys.of(request_id) or self._origins.get(request_id, (0, None))[1]
+        if has_key and not await self._is_own(request_id):
+            self._keys.forget(request_id)
+            return
         _, key = self._origins.get(request_id, (0, None))
         await self._keys.release(request_id, key)
+
+    async def _is_own(self, request_id: str) -> bool:
+        """Whether no other router has taken a stream that is mirrored. One that has gained nothing since then has not
+        told this router: a write of nothing does. False also if the answer is late. While the state server is away it
+        does not matter: no key is freed there.
+        """
+        entry = self.mirror.entries.get(request_id)
+        if entry is None or not entry.is_open:
+            return True
+        owner = tenant_of(entry.stream.record.owner)
+        write = state_pb2.StreamWrite(tenant=owner, stream_id=request_id, epoch=entry.epoch, ttl_s=self._ttl_s)
+        try:
+            async with asyncio.timeout(self.client.timeout_s):
+                response = await self.client.append(state_pb2.AppendRequest(writes=[write]))
+        except TimeoutError:
+            return False
+        except (StateAwayError, StateRefusedError):
+            return True
+        return response.results[0].outcome != state_pb2.WRITE_OUTCOME_STALE
 
     def _forget_key(self, request_id: str) -> None:
         """The stream is another router's, with its key: what ends here does not free it."""
