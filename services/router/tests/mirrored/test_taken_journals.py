@@ -88,6 +88,50 @@ async def test_stream_that_is_taken_back_without_an_answer_keeps_its_epoch(store
     assert list((await other.look_up("r-1", "tenant")).logs[0].ids) == [5, 6, 8]
 
 
+async def test_taken_stream_with_a_timeout_is_written_again_as_the_same(store, other, server):
+    """What was left of its timeout differs by a little each time that it is read."""
+    await store.open(replace(record(), deadline_at=time.time() + 1000.0))
+    await mirrored(store)
+    await take(other)
+    other.append("r-1", Piece(0, 0, [5], logprobs(5)))
+    await other.seal("r-1", FAILED, KEEP_S)
+    await mirrored(other)
+    server.backend.is_away = other.client.mirror.is_open = True
+    assert (await other.take(await other.read("r-1"))).outcome is None
+    server.backend.is_away = other.client.mirror.is_open = False
+    other.append("r-1", Piece(0, 1, [6], logprobs(6)))
+    await mirrored(other)
+    assert "r-1" in other.mirror.entries
+    assert list((await store.look_up("r-1", "tenant")).logs[0].ids) == [5, 6]
+
+
+async def test_taken_stream_with_a_timeout_is_written_after_its_former_router_has_opened_it_again(store, other, server):
+    """The state server has forgotten everything, and the former router has not been told that the stream was taken."""
+    await store.open(replace(record(), deadline_at=time.time() + 1000.0))
+    await mirrored(store)
+    await take(other)
+    await mirrored(other)
+    await server.restart()
+    append, is_open = server.backend.backend.append, asyncio.Event()
+
+    async def append_after_the_former_router(writes):
+        openings = [write.epoch for write in writes if write.opening is not None]
+        if 2 in openings:
+            await is_open.wait()
+        results = await append(writes)
+        if 1 in openings:
+            is_open.set()
+        return results
+
+    server.backend.backend.append = append_after_the_former_router
+    other.append("r-1", Piece(0, 0, [5, 6], logprobs(5, 6)))
+    store.append("r-1", Piece(0, 0, [5], logprobs(5)))
+    await all_told(other)
+    await all_told(store)
+    assert is_open.is_set()
+    assert list((await other.look_up("r-1", "tenant")).logs[0].ids) == [5, 6]
+
+
 def lose_answer_to_take(server):
     """The next stream that is taken has its new epoch, and the router that asked for it does not learn it."""
     read = server.backend.backend.read

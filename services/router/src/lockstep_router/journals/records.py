@@ -57,6 +57,10 @@ class RequestRecord:
     """When the client's own timeout ends, in seconds since 1970; None: it has none."""
     traceparent: str = ""
     """Trace context of the request; empty: it has none."""
+    written_deadline_at: float | None = field(default=None, compare=False)
+    """`deadline_at` as the router that began the stream wrote it, by its clock: a record is written again as it was, or
+    it counts as another one. None: this router began it.
+    """
 
     @property
     def choices_per_prompt(self) -> int:

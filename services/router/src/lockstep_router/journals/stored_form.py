@@ -100,7 +100,7 @@ def to_message(record: RequestRecord, key: Key | None) -> state_pb2.StreamRecord
         tenant=record.tenant,
         session=record.session,
         parsing=record.parsing,
-        deadline_at=record.deadline_at,
+        deadline_at=record.deadline_at if record.written_deadline_at is None else record.written_deadline_at,
         key=key,
         traceparent=record.traceparent,
     )
@@ -144,6 +144,7 @@ def from_response(request_id: str, response: state_pb2.ReadResponse) -> Found | 
         parsing=request.parsing,
         deadline_at=_deadline_at(request.deadline_at, response),
         traceparent=parse_traceparent(request.traceparent),
+        written_deadline_at=request.deadline_at,
     )
     stream = StoredStream(record, [_log(each) for each in response.logs], None if ending is None else _outcome(ending))
     return Found(stream, request.key, response.epoch)
