@@ -4,7 +4,7 @@ import tracemalloc
 
 import pytest
 from backends import TTL_S
-from lockstep_api.v1.state_pb2 import WRITE_OUTCOME_STALE, WRITE_OUTCOME_UNKNOWN
+from lockstep_api.v1.state_pb2 import WRITE_OUTCOME_OK, WRITE_OUTCOME_STALE, WRITE_OUTCOME_UNKNOWN
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.telemetry import REGISTRY
 from lockstep_state.backend import Binding, Block, Limits, Opening, Take, Write
@@ -67,6 +67,46 @@ async def test_tombstones_of_trimmed_streams_are_bounded_and_expire():
     now = TTL_S + 1
     backend.expire()
     assert backend.used_bytes == 0
+
+
+async def fill_with_ended(backend, count, size_bytes=60_000):
+    """So many streams that have ended, of other tenants."""
+    for number in range(count):
+        opening = Opening(bytes(size_bytes), 1, "r")
+        (result,) = await backend.append([Write(f"t{number}", f"filling-{number}", 1, TTL_S, opening, seal=b"end")])
+        assert result.outcome == WRITE_OUTCOME_OK
+        assert backend.used_bytes <= 1 << 20
+
+
+async def test_taken_stream_that_is_evicted_stays_fenced_as_long_as_it_would_have_been_there():
+    now = 0.0
+    backend = MemoryBackend(1 << 20, LIMITS, clock=lambda: now)
+    for key in ("taken", "not taken"):
+        await backend.append([Write("t", key, 1, TTL_S, Opening(b"r", 1, "first"))])
+    taken = await backend.read("taken", Take("second", TTL_S))
+    for key, epoch in (("taken", taken.epoch), ("not taken", 1)):
+        await backend.append([Write("t", key, epoch, TTL_S, seal=b"removed")])
+    now = TTL_S / 2
+    await fill_with_ended(backend, 40)
+    assert await backend.read("taken") is None
+    assert await backend.read("not taken") is None
+    late = [Write("t", key, 1, TTL_S, Opening(b"r", 1, "first")) for key in ("taken", "not taken")]
+    assert [each.outcome for each in await backend.append(late)] == [WRITE_OUTCOME_STALE, WRITE_OUTCOME_OK]
+    now = TTL_S
+    assert (await backend.append(late[:1]))[0].outcome == WRITE_OUTCOME_OK
+
+
+async def test_tombstones_of_evicted_streams_give_way_to_streams_that_run():
+    backend = MemoryBackend(1 << 20, LIMITS)
+    for number in range(5000):
+        await backend.append([Write(f"t{number}", f"s{number}", 1, TTL_S, Opening(b"r", 1, "first"))])
+        taken = await backend.read(f"s{number}", Take("second", TTL_S))
+        (result,) = await backend.append([Write(f"t{number}", f"s{number}", taken.epoch, TTL_S, seal=b"removed")])
+        assert result.outcome == WRITE_OUTCOME_OK
+        assert backend.used_bytes <= 1 << 20
+    opening = Opening(bytes((1 << 20) - 2000), 1, "r")
+    assert (await backend.append([Write("t", "large", 1, TTL_S, opening)]))[0].outcome == WRITE_OUTCOME_OK
+    assert backend.used_bytes <= 1 << 20
 
 
 async def test_memory_of_blocks_is_told_apart():

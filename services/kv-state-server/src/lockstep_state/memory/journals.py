@@ -45,9 +45,11 @@ class Journals:
         self._limits = limits
         self._clock = clock
         self.running: Shelf[Stream] = Shelf("running", room, clock, counts_streams=True)
-        self.ended: Shelf[Stream] = Shelf("ended", room, clock, counts_streams=True)
+        self.ended: Shelf[Stream] = Shelf("ended", room, clock, counts_streams=True, on_evict=self._fence_evicted)
         self.tombstones: Shelf[int] = Shelf("marks", room, clock)  # its name in the metrics
-        """The epochs of trimmed streams that had been taken: a router that had one before must not open it again."""
+        """The epochs of trimmed and evicted streams that had been taken: a router that had one before must not open it
+        again.
+        """
 
     def append(self, write: Write) -> WriteResult:
         """Write to one stream, completely or not at all."""
@@ -83,12 +85,19 @@ class Journals:
         entry = self.running.take(key) or self.ended.take(key)
         if entry is None:
             return False
+        self._fence(key, entry, tombstone_ttl_s)
+        return True
+
+    def _fence_evicted(self, key: str, entry: Entry[Stream]) -> None:
+        """Leave the tombstone that a trim would, for as long as the stream would have been there."""
+        self._fence(key, entry, entry.expires_at - self._clock())
+
+    def _fence(self, key: str, entry: Entry[Stream], ttl_s: float) -> None:
         epoch = entry.value.epoch
-        if epoch > 1:  # no write has an epoch below the first one
+        if epoch > 1 and ttl_s > 0:  # no write has an epoch below the first one
             while len(self.tombstones) >= MAX_TOMBSTONES and self.tombstones.evict():
                 pass
-            self.tombstones.put(key, epoch, ENTRY_BYTES, entry.tenant, tombstone_ttl_s)
-        return True
+            self.tombstones.put(key, epoch, ENTRY_BYTES, entry.tenant, ttl_s)
 
     def _find(self, key: str) -> Entry[Stream] | None:
         return self.running.find(key) or self.ended.find(key)

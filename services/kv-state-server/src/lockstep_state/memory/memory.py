@@ -22,8 +22,8 @@ def _wall_ms() -> int:
 
 
 class MemoryBackend:
-    """Everything in memory. Blocks are evicted first, then streams that have ended, names, and tombstones of trimmed
-    streams; then calls are refused. For a block, blocks alone are evicted.
+    """Everything in memory. Blocks are evicted first, then streams that have ended, names, and tombstones of streams;
+    then calls are refused. For a block, blocks alone are evicted. A taken stream leaves a tombstone when it is evicted.
 
     Args:
         max_bytes: of everything together, about.

@@ -89,10 +89,20 @@ class Shelf(Generic[Value]):
         room: where sizes count.
         clock: gives seconds.
         counts_streams: each value is a stream of its tenant.
+        on_evict: called with each entry that is evicted, and its key. It may put less on another shelf.
     """
 
-    def __init__(self, name: str, room: Room, clock: Callable[[], float], *, counts_streams: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        room: Room,
+        clock: Callable[[], float],
+        *,
+        counts_streams: bool = False,
+        on_evict: Callable[[str, Entry[Value]], None] = lambda *_: None,
+    ) -> None:
         self.name = name
+        self._on_evict = on_evict
         metrics.EVICTIONS.labels(name)  # from 0: of a series that begins at 1, Prometheus sees no increase
         self.size_bytes = 0
         self._room = room
@@ -145,8 +155,11 @@ class Shelf(Generic[Value]):
         """Remove the least recently used entry; False if there is none."""
         if not self._entries:
             return False
-        self.take(next(iter(self._entries)))
+        key = next(iter(self._entries))
+        entry = self._entries[key]
+        self.take(key)
         metrics.EVICTIONS.labels(self.name).inc()
+        self._on_evict(key, entry)
         return True
 
     def expire(self) -> None:
