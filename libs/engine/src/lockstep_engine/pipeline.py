@@ -20,7 +20,7 @@ that this is all that grammars cost other streams."""
 _MASKS_ALONE_WAIT_S = 0.005
 """The same while every stream has a grammar: more of them then share a step."""
 
-_SLOWER = 10
+_MAX_SLOWDOWN = 10
 """A step with parts of prompts may be so many times slower than the steps before it: tokens far into a long context
 take several times as long as the first ones."""
 
@@ -126,4 +126,6 @@ class Pipeline:
             return config.decode_deadline_s
         if self._may_build or not pace.step_s:
             return config.prefill_deadline_s
-        return min(config.prefill_deadline_s, config.decode_deadline_s + _SLOWER * plan.prompt_tokens * pace.token_s)
+        return min(
+            config.prefill_deadline_s, config.decode_deadline_s + _MAX_SLOWDOWN * plan.prompt_tokens * pace.token_s
+        )

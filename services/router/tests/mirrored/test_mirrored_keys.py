@@ -51,15 +51,20 @@ async def test_key_of_a_taken_stream_stays_when_its_former_run_ends(store, other
     assert await store.find("tenant/key") == Claim("r-1", b"body")
 
 
-@pytest.mark.parametrize("end", ["fails", "may go on", "is given up"])
-async def test_key_of_a_taken_stream_stays_when_its_former_run_ends_without_knowing(store, other, make_store, end):
-    """The former router has gained nothing since then, so that nothing has told it."""
+async def claim_and_take(store, other):
+    """A stream with a key that another router takes. The key was renewed there, and is not for a while now."""
     await store.claim("tenant/key", Claim("r-1", b"body"))
     await fill(store)
     await mirrored(store)
     await take(other)
     other.expire()
-    await mirrored(other)  # the key was renewed there, and is not for a while now
+    await mirrored(other)
+
+
+@pytest.mark.parametrize("end", ["fails", "may go on", "is given up"])
+async def test_key_of_a_taken_stream_stays_when_its_former_run_ends_without_knowing(store, other, make_store, end):
+    """The former router has gained nothing since then, so that nothing has told it."""
+    await claim_and_take(store, other)
     if end == "is given up":
         await store.remove("r-1")
     else:
@@ -72,12 +77,7 @@ async def test_key_of_a_taken_stream_stays_when_its_former_run_ends_without_know
 
 
 async def test_key_is_not_released_while_it_is_not_known_whose_its_stream_is(store, other, make_store, server):
-    await store.claim("tenant/key", Claim("r-1", b"body"))
-    await fill(store)
-    await mirrored(store)
-    await take(other)
-    other.expire()
-    await mirrored(other)
+    await claim_and_take(store, other)
     append, may_append = server.backend.backend.append, asyncio.Event()
 
     async def append_later(writes):
