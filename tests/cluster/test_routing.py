@@ -16,6 +16,7 @@ from kube import Insider, Json, Namespaces, Report, await_pods, ended
 from lockstep_router.policies import rank
 from lockstep_tools.chaos.release import ROUTER, of
 from machine import wait_for
+from slow_workers import LONG, slow_workers
 
 MODEL = "reference"
 SMALL, LARGE = (f"{NAME}-worker-{name}-0" for name in ("small", "large"))
@@ -128,7 +129,9 @@ def prefix_aware(seen: Seen) -> None:
 @pytest.fixture(scope="module")
 def routed(namespaces: Namespaces, registry: str, report: Report) -> Iterator[Installation]:
     """A router and the two workers."""
-    with install(namespaces.new("routing"), registry, VALUES) as installation:
+    kubectl = namespaces.new("routing")
+    values = VALUES | {"modelDefaults": VALUES["modelDefaults"] | slow_workers(kubectl)}
+    with install(kubectl, registry, values) as installation:
         report["routing_install_to_ready_s"] = installation.ready_s
         yield installation
 
@@ -160,6 +163,7 @@ def test_requests_go_where_the_policy_says(routed: Installation, keeps_its_word:
         session=next(session for session in SESSIONS if preferred(session) == LARGE),
         large=LARGE,
         readers=READERS,
+        long=LONG,
         document=f"Number {secrets.token_hex(8)}: {_SENTENCE * 20}",
     )
     keeps_its_word(seen)

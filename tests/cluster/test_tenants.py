@@ -18,6 +18,7 @@ from kube import Json, Namespaces, Report, Visitor, apply, image_of
 from lockstep_tools.chaos.release import ROUTER, WORKER, of
 from machine import wait_for
 from minutes import until_room_s
+from slow_workers import LONG, slow_workers
 
 HTTP, GRPC = 8000, 8002
 MODEL, PROMPT = "reference", "Once upon a time"
@@ -80,6 +81,8 @@ def tenants(served: Installation, policies: list[str]) -> Iterator[Tenants]:
     """One upgrade brings keys, shared limits and a policy; afterwards the release is as before."""
     made = Tenants(served)
     values: Json = {
+        # Their streams hold seats until the test ends them, and a pod that reads 32 of them keeps up.
+        "modelDefaults": slow_workers(served.kubectl),
         "router": {
             "keys": {"secretName": KEYS},
             "settings": {
@@ -158,7 +161,7 @@ def limited(served: Installation, visitor: Visitor, tenants: Tenants) -> Json:
     """What the tenants with limits and priorities have met, and the word that was in all of their prompts."""
     marker = f"zebra{secrets.token_hex(6)}"
     seats = len(of(served.release.pods(), WORKER)) * SMALL_QUEUES["modelDefaults"]["settings"]["max_seqs"]
-    asked = {"routers": routers_of(served), "model": MODEL, "marker": marker, "seats": seats}
+    asked = {"routers": routers_of(served), "model": MODEL, "marker": marker, "seats": seats, "long": LONG}
     found: Json = visitor.runs("limits", **asked, **tenants.keys)
     return found | {"marker": marker}
 

@@ -1,8 +1,9 @@
 """Runs in a pod with the router's image: what tenants meet at their limits, and whose request a worker takes first.
 
 The argument is a JSON object: `routers` (host:port), `model`, `marker` (a word that is in every prompt), `seats` (of
-all workers), and the keys of tenants: `tokens`, of a limit of tokens a minute; `narrow`, of two streams at a time;
-`steady`, without a limit in reach; `low` and `high`, of these priorities. Prints a JSON object:
+all workers), `long` (tokens of a stream that does not end by itself), and the keys of tenants: `tokens`, of a limit of
+tokens a minute; `narrow`, of two streams at a time; `steady`, without a limit in reach; `low` and `high`, of these
+priorities. Prints a JSON object:
 
 - `tokens`: the answer to a prompt that exceeds the limit by itself, to one that fits, and then to one at each router.
 - `streams`: the answer to a third stream at a router that has two, at the other routers, and after one of the two.
@@ -22,8 +23,6 @@ from typing import Any
 from websockets.sync.client import ClientConnection, connect
 
 PATIENCE_S = 120.0
-LONG = 1900
-"""Tokens of a stream that the test ends."""
 WAITING = 4
 """Requests of each priority that wait."""
 NO_TURN_S = 10.0
@@ -66,7 +65,7 @@ def tokens() -> list[dict[str, Any]]:
 
 
 def streams() -> dict[str, Any]:
-    opened = [send(first, "narrow", stream=True, max_tokens=LONG) for _ in range(2)]
+    opened = [send(first, "narrow", stream=True, max_tokens=given["long"]) for _ in range(2)]
     for _, response in opened:
         response.readline()
     third = answer(first, "narrow", max_tokens=1)
@@ -88,16 +87,19 @@ class Requests:
         self._socket = socket
         self._key = key
         self._begun = begun
-        self._started: Queue[str] = Queue()
+        self._replies: Queue[dict[str, Any]] = Queue()
+        """`started`, or the error instead."""
         threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, count: int) -> None:
         """Send requests, one after another; returns when all are accepted."""
         for number in range(count):
-            body = body_of(max_tokens=LONG, resumable=False)  # it ends with the socket
+            body = body_of(max_tokens=given["long"], resumable=False)  # it ends with the socket
             message = {"type": "generate", "id": str(number), "endpoint": "completions", "body": body}
             self._socket.send(json.dumps(message))
-            self._started.get(timeout=PATIENCE_S)
+            reply = self._replies.get(timeout=PATIENCE_S)
+            if reply["type"] != "started":
+                raise SystemExit(f"request {number} of {self._key}: {reply}")
 
     def cancel(self, number: int) -> None:
         self._socket.send(json.dumps({"type": "cancel", "id": str(number)}))
@@ -106,8 +108,8 @@ class Requests:
         seen: set[str] = set()
         for text in self._socket:
             message = json.loads(text)
-            if message["type"] == "started":
-                self._started.put(message["id"])
+            if message["type"] in ("started", "error"):
+                self._replies.put(message)
             elif message["type"] == "event" and message["id"] not in seen:
                 seen.add(message["id"])
                 self._begun.put(self._key)
@@ -120,7 +122,8 @@ def turns() -> list[str]:
         tenants = {}
         for key in ("steady", "low", "high"):
             headers = {"authorization": f"Bearer {given[key]}"}
-            socket = connect(f"ws://{first}/v1/stream", additional_headers=headers, open_timeout=PATIENCE_S, proxy=None)
+            waits = {"open_timeout": PATIENCE_S, "ping_timeout": PATIENCE_S}
+            socket = connect(f"ws://{first}/v1/stream", additional_headers=headers, proxy=None, **waits)
             tenants[key] = Requests(sockets.enter_context(socket), key, begun)
         tenants["steady"].send(given["seats"])
         for _ in range(given["seats"]):

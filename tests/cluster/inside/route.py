@@ -2,7 +2,8 @@
 
 The router has to be new and to serve no other client. The argument is a JSON object: `model`; `sessions` of one request
 each; `session` of the requests that have one session; `large`, the id of a worker; `readers`, sessions that ask about
-the text `document`. Prints a JSON object with the workers of the requests of each stage, in the order of the requests:
+the text `document`; `long`, tokens of a stream that does not end by itself. Prints a JSON object with the workers of
+the requests of each stage, in the order of the requests:
 
 - `spread`: a request of each session.
 - `same`: requests of one session, one after another.
@@ -24,8 +25,6 @@ SAME, TOGETHER, FREED = 15, 6, 2
 PATIENCE_S = 60.0
 HEARTBEATS_S = 0.5
 """Time of some heartbeats."""
-LONG = 1900
-"""Tokens of a stream that outlasts its stage."""
 
 given = json.loads(sys.argv[1])
 stages: list[str] = []
@@ -102,7 +101,7 @@ def open_streams(stage: str, count: int) -> list[http.client.HTTPConnection]:
     opened = []
     before = running()
     for number in range(before + 1, before + count + 1):
-        opened.append(send(stage, given["session"], "Once upon a time", stream=True, max_tokens=LONG))
+        opened.append(send(stage, given["session"], "Once upon a time", stream=True, max_tokens=given["long"]))
         await_running(number)
     return opened
 

@@ -17,6 +17,7 @@ from lockstep_tools.failure import UNUSABLE, CommandError
 
 _TIMEOUT_S = 60.0
 _UNDO_S = 30.0
+_NOTE_CHARS = 4000
 
 
 class Kubectl:
@@ -40,7 +41,10 @@ class Kubectl:
         except subprocess.TimeoutExpired:
             raise CommandError(f"kubectl {arguments[0]} has not ended after {timeout_s:g} s") from None
         if done.returncode != 0:
-            raise CommandError(f"kubectl {arguments[0]}: {_last_line(done.stderr)}")
+            failure = CommandError(f"kubectl {arguments[0]}: {_last_line(done.stderr)}")
+            # For whoever reads a traceback: a script that fails in a pod may end with the lines of another thread.
+            failure.add_note(done.stderr[-_NOTE_CHARS:])
+            raise failure
         return done.stdout
 
     def json(self, *arguments: str) -> dict[str, Any]:
