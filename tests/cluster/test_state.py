@@ -13,10 +13,12 @@ from helm import NAME, SMALL_QUEUES, Installation, helm, install
 from kube import Insider, Namespaces, Report, Visitor, declared_ports, image_of
 from lockstep_tools.chaos.release import REDIS, ROUTER, STATE, WORKER, of
 from machine import wait_for
+from slow_workers import slow_workers
 
 HTTP, GRPC, MANAGEMENT, REDIS_PORT = 8000, 9100, 9101, 6379
 MODEL = "reference"
-STREAMS, TOKENS = 8, 1900
+STREAMS, TOKENS = 8, 400
+"""Their tokens take 16 s at least, far more than killing a router."""
 _SURVIVED_S = 400.0
 _TRIES = 3
 _WAIT_S = 120.0
@@ -32,7 +34,9 @@ def stateful(
 ) -> Iterator[Installation]:
     """Two routers, two workers, and one state server in memory or two on the bundled Redis."""
     values = state_release.in_memory() if request.param == "memory" else state_release.on_redis(registry)
-    with install(namespaces.new(f"state-{request.param}"), registry, SMALL_QUEUES | values) as installation:
+    kubectl = namespaces.new(f"state-{request.param}")
+    values |= {"modelDefaults": SMALL_QUEUES["modelDefaults"] | slow_workers(kubectl)}
+    with install(kubectl, registry, values) as installation:
         report[f"state_{request.param}_install_to_ready_s"] = installation.ready_s
         yield installation
 
