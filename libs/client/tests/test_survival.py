@@ -584,10 +584,11 @@ def test_resumption_sends_what_is_about_the_sender_and_nothing_else_of_the_reque
 
 
 class Gateway(FakeRouter):
-    """A router behind a gateway that knows its clients by a header of its own."""
+    """A router behind a gateway that knows its clients by a header of its own, or by a query."""
 
     def respond(self, method, path, headers, content):
-        if headers.get("Api-Key") != "mine":
+        path, _, query = path.partition("?")
+        if headers.get("Api-Key") != "mine" and query != "api-key=mine":
             return error(401, "unknown_client", "the gateway does not know you")
         return super().respond(method, path, headers, content)
 
@@ -604,11 +605,12 @@ def test_gateway_knows_who_resumes():
     assert (farewell.method, farewell.headers) == ("DELETE", {"Api-Key": "mine"})
 
 
-def test_gateway_knows_who_asks_whether_a_router_lives():
+@pytest.mark.parametrize(("query", "headers"), [("", {"Api-Key": "mine"}), ("?api-key=mine", {})])
+def test_gateway_knows_who_asks_whether_a_router_lives(query, headers):
     router = Gateway()
     network = Network({A: router})
     network.silences = 1
-    _, content = network.request(TEXT, TEXT_BODY | {"stream": False}, POLICY, headers={"Api-Key": "mine"})
+    _, content = network.request(TEXT + query, TEXT_BODY | {"stream": False}, POLICY, headers=headers)
     assert json.loads(content)["choices"]
     assert [path for _, path, _ in router.seen] == ["/healthz", TEXT]
     assert network.clock.pauses == [POLICY.silence_timeout_s]

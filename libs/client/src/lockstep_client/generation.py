@@ -91,11 +91,17 @@ def _streams_path(request: Outgoing, stream_id: str | None = None) -> str:
     """The path of streams, or of one of them, under the same root as the path of a request for an answer. It has the
     same query: a gateway before the routers may know its clients by that.
     """
-    path, mark, query = request.path.partition("?")
+    path = request.path.partition("?")[0]
     endpoint = endpoint_of(path)
     assert endpoint is not None
     streams = path.removesuffix(endpoint) + "/streams"
-    return (streams if stream_id is None else f"{streams}/{stream_id}") + mark + query
+    return (streams if stream_id is None else f"{streams}/{stream_id}") + _query_of(request)
+
+
+def _query_of(request: Outgoing) -> str:
+    """The query of the request with its question mark; empty if it has none."""
+    _, mark, query = request.path.partition("?")
+    return mark + query
 
 
 def _cancel_by_key(request: Outgoing) -> Outgoing:
@@ -185,7 +191,8 @@ class WholeAnswer:
     def _lives(self, router: Router) -> Steps[bool]:
         self._attempts.check_deadline()
         try:
-            asking = Outgoing("GET", "/healthz", _sender_of(self._request))
+            # A gateway before the routers may know its clients by the query as well as by the headers.
+            asking = Outgoing("GET", "/healthz" + _query_of(self._request), _sender_of(self._request))
             head: Head = yield Send(router, asking, self._attempts.policy.connect_timeout_s)
             yield from read_all(1 << 16, self._attempts.check_deadline)
         except BrokenError:

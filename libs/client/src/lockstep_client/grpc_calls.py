@@ -71,7 +71,7 @@ class GrpcNetwork:
             BrokenError: there is no connection, it broke, or the router does not live.
             InvalidRequestError: the request cannot be made over gRPC.
         """
-        if request.path == "/healthz":
+        if request.path.partition("?")[0] == "/healthz":
             return await self._ask_health(router)
         wanted = grpc_request(request)
         is_alone = any(name.lower() == "connection" and value == "close" for name, value in request.headers.items())
