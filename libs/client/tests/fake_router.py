@@ -303,6 +303,10 @@ class Network:
         """(router, method) of each request that reached one."""
         self.silences = 0
         """Requests whose answers do not come."""
+        self.silence_kind = "silent"
+        """How their connections end."""
+        self.cut_kind = "broken"
+        """How connections end that break; `silent`: nothing more comes on them."""
         self.waits = []
         """How long the head of each answer may take."""
         self.read_s = 0.0
@@ -316,8 +320,8 @@ class Network:
         content = b"" if body is None else json.dumps(body).encode()
         request = Outgoing("GET" if body is None else "POST", path, headers or {}, content)
         chance = random.Random(seed)
-        routers = Routers(self.routers, avoid_s=policy.avoid_s, clock=self.clock, random=chance)
-        self.exchange = exchange_for(request, routers, policy, self.clock, chance)
+        self.known = Routers(self.routers, avoid_s=policy.avoid_s, clock=self.clock, random=chance)
+        self.exchange = exchange_for(request, self.known, policy, self.clock, chance)
         return self.run(self.exchange.run())
 
     def run(self, steps):
@@ -361,7 +365,7 @@ class Network:
         if self.silences and not is_question:
             self.silences -= 1
             self.clock.pause(step.silence_s)
-            raise BrokenError("silent", "silent")
+            raise BrokenError(self.silence_kind, "silent")
         status, headers, body = router.respond(request.method, request.path, request.headers, request.content)
         cut = self.cuts.pop(0) if self.cuts and not is_question else None
         self._is_cut = cut is not None and cut < len(body)
@@ -375,7 +379,8 @@ class Network:
             chunk, self._body = self._body[:size], self._body[size:]
             return chunk
         if self._is_cut:
-            raise BrokenError("broken", "reset")
+            self.clock.now_s += self.expected[-1] if self.cut_kind == "silent" else 0.0
+            raise BrokenError(self.cut_kind, "reset")
         return None
 
 

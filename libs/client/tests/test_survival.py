@@ -452,6 +452,36 @@ def test_deadline_is_told_to_the_router():
     assert 29 < float(router.seen[0][2]["x-request-timeout"]) <= 30
 
 
+@pytest.mark.parametrize(
+    ("kind", "timeout_s", "is_avoided"),
+    [("silent", 7.0, False), ("connect", 7.0, False), ("broken", 7.0, True), ("silent", 60.0, True)],
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/models"])
+def test_router_is_avoided_for_a_failure_of_its_own_alone(path, kind, timeout_s, is_avoided):
+    """Not because the caller's own deadline has ended the wait for it."""
+    network = Network({A: FakeRouter("first"), B: FakeRouter("second")})
+    network.silences, network.silence_kind = 1, kind
+    outputs = network.request(path, BODIES.get(path), replace(POLICY, timeout_s=timeout_s))
+    if timeout_s < POLICY.silence_timeout_s:
+        with pytest.raises(DeadlineExceededError):
+            list(outputs)
+    else:
+        head, *_ = outputs
+        assert head.status == 200
+    failed = network.sent[0][0].name
+    asked = {network.routers[network.known.pick(()).root].name for _ in range(20)}
+    assert asked == ({"first", "second"} - {failed} if is_avoided else {"first", "second"})
+
+
+def test_router_of_a_stream_is_not_avoided_for_the_silence_before_the_callers_deadline():
+    network = Network({A: FakeRouter("first"), B: FakeRouter("second")}, [300])
+    network.cut_kind = "silent"
+    with pytest.raises(DeadlineExceededError):
+        list(network.request(CHAT, CHAT_BODY, replace(POLICY, timeout_s=7.0)))
+    assert len(network.sent) == 1
+    assert {network.known.pick(()).root for _ in range(20)} == {A, B}
+
+
 def test_silent_stream_is_resumed():
     router = FakeRouter()
     network = Network({A: router})

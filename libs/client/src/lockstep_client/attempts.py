@@ -19,6 +19,8 @@ MAX_ERROR_BYTES = 1 << 20
 TIMEOUT_HEADER = "X-Request-Timeout"
 MAX_TOLD_S = 86_400.0
 """Routers refuse a request that names a longer time."""
+_TICK_S = 0.001
+"""The resolution of the time that routers are told, and the shortest wait."""
 
 _RETRYABLE_STATUSES = frozenset({429, 502, 503, 504})
 
@@ -54,6 +56,8 @@ class Attempts:
         self._asked_s: float | None = None
         """The shortest wait that routers have asked for in this round."""
         self._must_wait = False
+        self._is_cut_short = False
+        """The last wait for a router was to be shorter than its limit, because no more time was left."""
         self._rejoined: set[Router] = set()
         self.last_router: Router | None = None
         """The one that was asked last."""
@@ -63,17 +67,21 @@ class Attempts:
         """The time that is left; None: there is no limit."""
         return None if self._deadline_s is None else self._deadline_s - self._clock()
 
-    @property
     def silence_s(self) -> float:
         """The longest wait for the next bytes: the time left is a limit too."""
-        remaining_s = self.remaining_s
-        limit_s = self.policy.silence_timeout_s
-        return limit_s if remaining_s is None else max(0.001, min(limit_s, remaining_s))
+        return self._wait_s(self.policy.silence_timeout_s)
 
     def stream_silence_s(self, router: Router) -> float:
         """The longest wait for the next bytes of a stream, or for its head: routers send comments in the meantime."""
-        router_s, slack_s = self.routers.silence_of(router), self.policy.keepalive_slack_s
-        return self.silence_s if router_s is None or slack_s is None else min(self.silence_s, router_s + slack_s)
+        limit_s, router_s = self.policy.silence_timeout_s, self.routers.silence_of(router)
+        if router_s is not None and self.policy.keepalive_slack_s is not None:
+            limit_s = min(limit_s, router_s + self.policy.keepalive_slack_s)
+        return self._wait_s(limit_s)
+
+    def _wait_s(self, limit_s: float) -> float:
+        remaining_s = self.remaining_s
+        self._is_cut_short = remaining_s is not None and remaining_s < limit_s
+        return limit_s if remaining_s is None else max(_TICK_S, min(limit_s, remaining_s))
 
     @property
     def is_round_over(self) -> bool:
@@ -149,8 +157,11 @@ class Attempts:
         self.begin_round()
 
     def broke(self, router: Router, broken: BrokenError) -> None:
-        """Note a failed connection."""
-        self.routers.failed(router)
+        """Note a failed connection. The router is avoided, unless the deadline alone has ended the wait for it."""
+        remaining_s = self.remaining_s
+        is_over = remaining_s is not None and remaining_s < _TICK_S
+        if broken.kind == "broken" or not (self._is_cut_short and is_over):
+            self.routers.failed(router)
         self._failure = ConnectionFailedError(f"{router}: {broken.detail}")
 
     def failed(self, error: LockstepError) -> None:
@@ -194,7 +205,7 @@ class Attempts:
         remaining_s = self.remaining_s
         if remaining_s is None or remaining_s > MAX_TOLD_S:
             return request
-        headers = {**request.headers, TIMEOUT_HEADER: f"{max(0.001, remaining_s):.3f}"}
+        headers = {**request.headers, TIMEOUT_HEADER: f"{max(_TICK_S, remaining_s):.3f}"}
         return replace(request, headers=headers)
 
     def send(
@@ -220,7 +231,7 @@ class Attempts:
         while True:
             router = yield from self.next(prefer)
             try:
-                silence_s = self.stream_silence_s(router) if is_stream else self.silence_s
+                silence_s = self.stream_silence_s(router) if is_stream else self.silence_s()
                 head: Head = yield Send(router, self.timed(request), silence_s)
                 if head.status < 400:
                     self.routers.worked(router)

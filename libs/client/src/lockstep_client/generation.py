@@ -158,7 +158,7 @@ class WholeAnswer:
         while True:
             router = yield from self._attempts.next(prefer)
             try:
-                head: Head = yield Send(router, self._attempts.timed(self._request), self._attempts.silence_s)
+                head: Head = yield Send(router, self._attempts.timed(self._request), self._attempts.silence_s())
                 content = yield from read_all(MAX_ANSWER_BYTES, self._attempts.check_deadline)
             except BrokenError as broken:
                 # An answer that takes long is silent. A router that lives joins the request to the one that it has,
@@ -394,7 +394,7 @@ class StreamedAnswer:
         while not (unknown and self._attempts.is_round_over):
             router = yield from self._attempts.next(origin)
             try:
-                head: Head = yield Send(router, self._attempts.timed(request), self._attempts.silence_s)
+                head: Head = yield Send(router, self._attempts.timed(request), self._attempts.silence_s())
                 if head.status < 400:
                     self._attempts.routers.worked(router)
                     return router, head
