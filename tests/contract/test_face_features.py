@@ -127,6 +127,24 @@ async def test_responses_have_the_tools_and_reasoning_of_conversations(make: Mak
     assert first.prompt_ids == second.prompt_ids
 
 
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"content": "Well.", "refusal": "No."},
+        {"content": [{"type": "text", "text": "Well."}], "refusal": "No."},
+        {"content": [{"type": "text", "text": "Well."}, {"type": "refusal", "refusal": "No."}], "refusal": ""},
+    ],
+)
+async def test_refusal_that_is_sent_back_is_a_line_of_the_text(make: Make, refused: Body) -> None:
+    system = await make(1)
+    prompts = []
+    for message in (refused, {"content": "Well.\nNo."}):
+        body = CHAT | {"max_tokens": 20, "messages": [*ASK, {"role": "assistant"} | message, *ASK]}
+        _, ((prompt, _),) = await answers_of(system, "chat", body)
+        prompts.append(prompt)
+    assert prompts[0] == prompts[1]
+
+
 @pytest.mark.parametrize("name", GRAMMARS)
 async def test_grammars(make: Make, name: str) -> None:
     system = await make(1, model={"card": model_card(grammar_engine="compiler 1")})
@@ -161,6 +179,7 @@ BAD: list[tuple[str, Body, str]] = [
     ("chat", {"messages": [{"role": "assistant"}]}, "messages[0].content"),
     ("chat", {"messages": [{"role": "tool", "tool_call_id": "x", "content": "y"}]}, "messages[0].tool_call_id"),
     ("chat", {"messages": [*ASK, {"role": "user", "tool_calls": [EARLIER]}]}, "messages[1].tool_calls"),
+    ("chat", {"messages": [{"role": "user", "content": "x", "refusal": "no"}]}, "messages[0].refusal"),
     ("chat", {"reasoning_effort": "much"}, "reasoning_effort"),
     ("chat", {"chat_template_kwargs": {"no name": True}}, "chat_template_kwargs.no name"),
     ("chat", {"chat_template_kwargs": {"unknown": 1}}, "chat_template_kwargs.unknown"),

@@ -96,3 +96,18 @@ def test_messages_of_answers_may_be_sent_back_with_what_clients_add_to_them():
     with pytest.raises(InvalidRequestError) as refused:
         generate_message({"messages": [message | {"audio": {"id": "a"}}]}, is_chat=True)
     assert refused.value.field == "messages"
+
+
+def test_refusal_of_an_answer_may_be_sent_back():
+    parts = [{"type": "text", "text": "well"}, {"type": "refusal", "refusal": "no"}]
+    messages = [
+        {"role": "assistant", "content": "well", "refusal": "no"},
+        {"role": "assistant", "content": parts, "refusal": ""},
+    ]
+    assert list(generate_message({"messages": messages}, is_chat=True).conversation.messages) == [
+        pb.ChatMessage(role="assistant", content="well", refusal="no"),
+        pb.ChatMessage(role="assistant", content_parts=["well", "no"], refusal=""),
+    ]
+    with pytest.raises(InvalidRequestError) as refused:
+        generate_message({"messages": [{"role": "user", "content": parts}]}, is_chat=True)
+    assert refused.value.field == "messages"

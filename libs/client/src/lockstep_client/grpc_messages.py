@@ -229,8 +229,8 @@ def _message(given: Body) -> pb.ChatMessage:
             continue
         match name:
             case "content" if not isinstance(value, str):
-                message.content_parts.extend(_text(part) for part in value)
-            case "content" | "name" | "tool_call_id" | "reasoning_content":
+                message.content_parts.extend(_text(part, message.role) for part in value)
+            case "content" | "name" | "tool_call_id" | "reasoning_content" | "refusal":
                 setattr(message, name, value)
             case "tool_calls":
                 message.tool_calls.extend(
@@ -242,10 +242,12 @@ def _message(given: Body) -> pb.ChatMessage:
     return message
 
 
-def _text(part: Body) -> str:
-    if part["type"] != "text":
+def _text(part: Body, role: str) -> str:
+    """The text of a part. What an assistant has refused is text, too, as it is over HTTP."""
+    kind = part["type"]
+    if kind != "text" and (kind, role) != ("refusal", "assistant"):
         raise InvalidRequestError("a part of a message's content is no text", field="messages")
-    return str(part["text"])
+    return str(part[kind])
 
 
 def _tool(given: Body) -> pb.Tool:

@@ -20,7 +20,7 @@ Body = dict[str, Any]
 _IF_SET = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 _PLAIN = ("frequency_penalty", "presence_penalty", "ignore_eos", "min_tokens")
 _OPTIONS = ("n", "suffix", "echo", "best_of")
-_MESSAGE_FIELDS = ("content", "name", "tool_call_id", "reasoning_content")
+_MESSAGE_FIELDS = ("content", "name", "tool_call_id", "reasoning_content", "refusal")
 _TOOL_CHOICES: Mapping[int, str] = {
     inference_pb2.TOOL_CHOICE_MODE_NONE: "none",
     inference_pb2.TOOL_CHOICE_MODE_AUTO: "auto",
