@@ -113,8 +113,17 @@ CASES = {
         ),
         (
             '<tool_call>{"name": "add"}\n{"name": "fly"}</tool_call>',
-            [call("add", "{}"), ("content", '{"name": "fly"}</tool_call>')],
+            [call("add", "{}"), ("content", '{"name": "fly"}')],
         ),
+        (
+            '<tool_call>{"name": "add"}\n{"name": "fly"}\n</tool_call>\nSo.</tool_call>',
+            [call("add", "{}"), ("content", '{"name": "fly"}\nSo.</tool_call>')],
+        ),
+        (
+            f'<tool_call>{{"name": "add"}}{{"name": "fly"}}{ADD}',
+            [call("add", "{}"), ("content", '{"name": "fly"}'), call("add", "{}", 1)],
+        ),
+        ('<tool_call>{"name": "add"}{"name": "fly"} </tool', [call("add", "{}"), ("content", '{"name": "fly"} ')]),
         ('<tool_call>{"name": "add"}\nIt is fine. ', [call("add", "{}"), ("content", "It is fine. ")]),
         ('<tool_call>{"name": "add"}\nFine </tool', [call("add", "{}"), ("content", "Fine ")]),
         ('<tool_call>{"name": "add", "arguments": {} Fine.', [call("add", "{}"), ("content", "Fine.")]),
@@ -322,7 +331,7 @@ def test_text_after_a_call_waits_only_so_long_for_the_closing_marker(size):
         text = '<tool_call>{"name": "add"}' + rest
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
         is_content = count > MAX_HELD_CHARS
-        assert parse(HERMES, pieces) == [call("add", "{}"), *([("content", rest)] if is_content else [])]
+        assert parse(HERMES, pieces) == [call("add", "{}"), *([("content", "y" * count)] if is_content else [])]
 
 
 def test_deep_nesting_is_no_problem():

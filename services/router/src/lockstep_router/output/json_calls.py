@@ -54,7 +54,8 @@ class JsonCalls:
 
     A call is given as soon as its name is known, so what comes before its name decides whether it is one: otherwise the
     text stays content, with its marker. After the name, arguments are given as they are written, and text that belongs
-    to no argument is left out up to the closing marker: without one it is content. Spaces around calls are left out.
+    to no argument is left out up to the closing marker: without one it is content. The closing marker of a call is
+    never content, whatever precedes it. Spaces around calls are left out.
     """
 
     def __init__(self, syntax: JsonSyntax, calls: Calls) -> None:
@@ -69,6 +70,8 @@ class JsonCalls:
         self._object = CallObject(calls.is_known)
         self._scan = JsonScan()
         self._is_in_list = False
+        self._is_inside = False
+        """Behind the marker that a call had, and before the closing one."""
         self._is_after_call = False
         self._parts: list[Part] = []
         self._state: Callable[[], bool] = self._begin if syntax.is_bare else self._text
@@ -93,8 +96,9 @@ class JsonCalls:
         """The parts of the text that still waits, at the end."""
         if not self.has_ended and self._is_undecided and not self._is_cut_off:
             waiting = self._prefix + self._held + self._buffer
-            if self._state == self._skip:  # the beginning of the closing marker is no content
-                waiting = waiting[: len(waiting) - held_back(waiting, self._ends_of_skipped)]
+            if self._state == self._skip or (self._state == self._text and self._is_inside):
+                # The beginning of the closing marker is no content.
+                waiting = waiting[: len(waiting) - held_back(waiting, self._ends)]
             self._parts += content(waiting.lstrip(SPACES) if self._is_after_call else waiting)
         self._buffer = self._held = self._prefix = ""
         return self._take_parts()
@@ -141,14 +145,20 @@ class JsonCalls:
         """Content, up to a marker."""
         if self._is_after_call:
             self._buffer = self._buffer.lstrip(SPACES)
-        found = find_first(self._buffer, self._markers)
-        end = len(self._buffer) - held_back(self._buffer, self._markers) if found is None else found[0]
+        markers = self._ends if self._is_inside else self._markers
+        found = find_first(self._buffer, markers)
+        end = len(self._buffer) - held_back(self._buffer, markers) if found is None else found[0]
         text = self._buffer[:end].rstrip(SPACES)
         self._give(text)
         self._buffer = self._buffer[len(text) :]
         if found is None:
             return False
-        self._start_holding(found[0] - len(text) + len(found[1]))
+        marker_end = found[0] - len(text) + len(found[1])
+        self._is_inside = False
+        if found[1] == self._syntax.closing:
+            self._buffer = self._buffer[marker_end:]
+        else:
+            self._start_holding(marker_end)
         return True
 
     def _enter(self) -> bool:
@@ -233,8 +243,8 @@ class JsonCalls:
         """What follows a call up to its closing marker; the next call may begin without one. It waits, as it is content
         if there is no marker, or none for too long.
         """
-        found = find_first(self._buffer, self._ends_of_skipped)
-        length = len(self._buffer) - held_back(self._buffer, self._ends_of_skipped) if found is None else found[0]
+        found = find_first(self._buffer, self._ends)
+        length = len(self._buffer) - held_back(self._buffer, self._ends) if found is None else found[0]
         if length > MAX_HELD_CHARS:
             self._state = self._text
         elif found is None:
@@ -242,12 +252,14 @@ class JsonCalls:
         else:
             at, marker = found
             self._buffer = self._buffer[at + len(marker) if marker == self._syntax.closing else at :]
+            self._is_inside = False
             self._state = self._text
         self._is_in_list = False
         return True
 
     @property
-    def _ends_of_skipped(self) -> tuple[str, ...]:
+    def _ends(self) -> tuple[str, ...]:
+        """The markers that end what follows a call."""
         return (self._syntax.closing, *self._markers)
 
     # What states have in common.
@@ -289,6 +301,7 @@ class JsonCalls:
 
     def _open(self, name: str) -> None:
         self._prefix = self._held = ""
+        self._is_inside = bool(self._syntax.closing)
         self._is_after_call = True
         self._parts.append(CallName(self.count, self._calls.new_id(self.count), name))
         self.count += 1
