@@ -3,6 +3,7 @@ nothing else, and the router's parsers read that.
 """
 
 import json
+import re
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -43,6 +44,9 @@ async def grammar_of(cluster, field="tools", **fields):
     assert response.status_code == 200, response.text
     grammar = cluster.workers[0].submits[-1].sampling.grammar
     assert (grammar.kind, grammar.field) == (inference_pb2.GRAMMAR_KIND_LARK, field)
+    rules = re.findall(r"^(\w+)(?:\[lazy\])?:(.*)", grammar.text, re.MULTILINE)
+    used = {word for _, rule in rules for word in re.findall(r"\w+", rule)}
+    assert {name for name, _ in rules} - used == {"start"}, "each rule is for something"
     tokenizer = LLTokenizer(
         cluster.workers[0].files.tokenizer_json.decode(), n_vocab=cluster.workers[0].card.vocab_size
     )

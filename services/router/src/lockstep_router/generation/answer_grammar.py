@@ -48,11 +48,9 @@ def answer_grammar(
         return _grammar(form.field, "(calls | form)", chain([f"form: {nested}"], calls), parsing, tokenizer)
     if use.is_free:
         return None
-    calls = rules_of_calls(use, parsing.tool_format, tokenizer)
     if use.is_required:
-        return _grammar(FIELD, "calls", calls, parsing, tokenizer)
-    rules = chain(rules_of_text_and_calls(use, parsing, tokenizer), calls)
-    return _grammar(FIELD, "text_and_calls", rules, parsing, tokenizer)
+        return _grammar(FIELD, "calls", rules_of_calls(use, parsing.tool_format, tokenizer), parsing, tokenizer)
+    return _grammar(FIELD, "text_and_calls", rules_of_text_and_calls(use, parsing, tokenizer), parsing, tokenizer)
 
 
 def _grammar(

@@ -39,11 +39,49 @@ def rules_of_calls(
         LockstepError: INVALID_REQUEST, the tools' schemas are too large or describe no objects.
     """
     syntax = TOOL_FORMATS[tool_format]
-    tools = {index: tool for index, tool in enumerate(use.tools) if use.named in (None, tool.name)}
-    has_names_outside = syntax.has_names_outside and tokenizer.added_id_of(_ARGS) is not None
     one = "block" if syntax.is_bare else f"{marker(syntax.opening, tokenizer)} block"
-    several = ' ("\\n" {})*' if syntax.closing else " ({})*" if has_names_outside else ""
+    several = ' ("\\n" {})*' if syntax.closing else " ({})*" if _has_names_outside(syntax, tokenizer) else ""
     yield f"calls: {one}{several.format(one) if use.is_parallel else ''}"
+    yield from _rules_of_block(use, tool_format, tokenizer, is_beside_json=is_beside_json)
+
+
+def rules_of_text_and_calls(use: ToolUse, parsing: Parsing, tokenizer: Tokenizer) -> Iterator[str]:
+    """The rule `text_and_calls`, and those that it needs: any text, in which whatever begins as a call is one, as in
+    `rules_of_calls`.
+
+    Raises:
+        LockstepError: as `rules_of_calls`.
+    """
+    assert parsing.tool_format is not None
+    syntax = TOOL_FORMATS[parsing.tool_format]
+    if not syntax.is_bare:
+        yield f"text_and_calls: {'(marked block)* TEXT' if use.is_parallel else 'TEXT | marked block'}"
+        yield from rules_up_to("marked", syntax.opening, tokenizer)
+        yield f"TEXT: {ANY_TEXT}{without(syntax.opening)}"
+        yield from _rules_of_block(use, parsing.tool_format, tokenizer)
+        return
+    has_marker = tokenizer.added_id_of(syntax.opening) is not None
+    marked = f" | TEXT {marker(syntax.opening, tokenizer)} block" if has_marker else ""
+    yield f"text_and_calls: {SPACES} (calls | TEXT{marked})"
+    excluded = without(syntax.opening) if syntax.opening else ""
+    if parsing.reasoning is not None:
+        excluded += f" & ~{regex(re.escape(REASONING_FORMATS[parsing.reasoning].opening) + '(?s:.*)')}"
+    yield f"TEXT: {_NO_BARE_CALL}{excluded}"
+    yield from rules_of_calls(use, parsing.tool_format, tokenizer)
+
+
+def too_large(field: str) -> LockstepError:
+    """The error for a grammar that workers would not take."""
+    return invalid(field, f"would become a grammar of more than {MAX_GRAMMAR_BYTES} bytes")
+
+
+def _rules_of_block(
+    use: ToolUse, tool_format: str, tokenizer: Tokenizer, *, is_beside_json: bool = False
+) -> Iterator[str]:
+    """The rule `block`, which is what follows a marker of calls, and those that it needs."""
+    syntax = TOOL_FORMATS[tool_format]
+    tools = {index: tool for index, tool in enumerate(use.tools) if use.named in (None, tool.name)}
+    has_names_outside = _has_names_outside(syntax, tokenizer)
     yield f"block: {_block(syntax, tokenizer, is_parallel=use.is_parallel)}{' | named' if has_names_outside else ''}"
     yield f"call: {' | '.join(f'call_{index}' for index in tools)}"
     if has_names_outside:
@@ -61,29 +99,9 @@ def rules_of_calls(
             yield f"named_{index}: {json.dumps(tool.name)} {marker(_ARGS, tokenizer)} arguments_{index}"
 
 
-def rules_of_text_and_calls(use: ToolUse, parsing: Parsing, tokenizer: Tokenizer) -> Iterator[str]:
-    """The rule `text_and_calls`, and those that it needs beside `rules_of_calls`: any text, in which whatever begins
-    as a call is one.
-    """
-    assert parsing.tool_format is not None
-    syntax = TOOL_FORMATS[parsing.tool_format]
-    if not syntax.is_bare:
-        yield f"text_and_calls: {'(marked block)* TEXT' if use.is_parallel else 'TEXT | marked block'}"
-        yield from rules_up_to("marked", syntax.opening, tokenizer)
-        yield f"TEXT: {ANY_TEXT}{without(syntax.opening)}"
-        return
-    has_marker = tokenizer.added_id_of(syntax.opening) is not None
-    marked = f" | TEXT {marker(syntax.opening, tokenizer)} block" if has_marker else ""
-    yield f"text_and_calls: {SPACES} (calls | TEXT{marked})"
-    excluded = without(syntax.opening) if syntax.opening else ""
-    if parsing.reasoning is not None:
-        excluded += f" & ~{regex(re.escape(REASONING_FORMATS[parsing.reasoning].opening) + '(?s:.*)')}"
-    yield f"TEXT: {_NO_BARE_CALL}{excluded}"
-
-
-def too_large(field: str) -> LockstepError:
-    """The error for a grammar that workers would not take."""
-    return invalid(field, f"would become a grammar of more than {MAX_GRAMMAR_BYTES} bytes")
+def _has_names_outside(syntax: JsonSyntax, tokenizer: Tokenizer) -> bool:
+    """Whether a call may have its name before its arguments."""
+    return syntax.has_names_outside and tokenizer.added_id_of(_ARGS) is not None
 
 
 def _block(syntax: JsonSyntax, tokenizer: Tokenizer, *, is_parallel: bool) -> str:
