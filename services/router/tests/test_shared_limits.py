@@ -5,9 +5,11 @@ import logging
 import time
 
 import pytest
+from authority import Authority, Mounted
 from key_files import KEY, OTHER_KEY, bearer, tenant, write
 from limits.aio.storage import MemoryStorage
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.ports import free_port
 from lockstep_common.telemetry import REGISTRY
 from lockstep_common.tracing import CURRENT, Tracing
 from lockstep_router.settings import RouterSettings
@@ -143,6 +145,26 @@ async def test_the_password_comes_from_a_file_and_is_nowhere_else(tmp_path, rout
         server.kill()
     assert PASSWORD not in caplog.text
     assert "another one" not in caplog.text
+
+
+async def test_certificate_of_a_private_authority_is_trusted_by_setting(tmp_path, make_cluster):
+    theirs = Mounted(tmp_path / "theirs", Authority(), "localhost")
+    other = Mounted(tmp_path / "other", Authority(), "localhost")
+    port = free_port()
+    files = ["--tls-cert-file", theirs.cert, "--tls-key-file", theirs.key, "--tls-auth-clients", "no"]
+    server = RedisServer(tmp_path / "redis", None, "--tls-port", str(port), *files)
+    keys = write(tmp_path / "keys.yaml", tenant("search", KEY, requests_per_minute=2))
+    settings = {"keys_file": keys, "limits_storage": f"rediss://localhost:{port}/0", "limits_storage_timeout_s": 5.0}
+    try:
+        one, another = [await make_cluster(1, **settings, limits_storage_ca=theirs.ca) for _ in range(2)]
+        assert [(await ask(cluster)).status_code for cluster in (one, another, one)] == [200, 200, 429]
+        assert not is_fallback()
+        for trusted in ({}, {"limits_storage_ca": other.ca}):
+            stranger = await make_cluster(1, **settings, **trusted)
+            assert (await ask(stranger)).status_code == 200
+            assert is_fallback(), "nobody vouches for this Redis"
+    finally:
+        server.kill()
 
 
 # Without Redis.
@@ -311,6 +333,22 @@ def test_addresses_that_can_be_used(address):
 def test_a_password_needs_a_storage():
     with pytest.raises(ValidationError, match="needs limits_storage"):
         RouterSettings(workers=["unix:/a"], limits_storage_password_file="/a")
+
+
+@pytest.mark.parametrize("address", ["memory", "redis://host:6379/0"])
+def test_authorities_need_a_storage_with_tls(address):
+    with pytest.raises(ValidationError, match="needs a limits_storage that begins with rediss://"):
+        RouterSettings(workers=["unix:/a"], limits_storage=address, limits_storage_ca="/a")
+
+
+@pytest.mark.parametrize(("content", "named"), [(None, "cannot be read"), (b"no certificate", "cannot be used")])
+def test_unusable_authorities_end_the_start(tmp_path, content, named):
+    path = tmp_path / "ca.crt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(LockstepError, match=named) as refused:
+        open_storage("rediss://host", None, 0.1, ca=str(path))
+    assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_REQUEST, "limits_storage_ca")
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,9 @@ context; gives YAML.
 {{- if .passwordSecretName -}}
 {{- $_ := set $settings "limits_storage_password_file" "/etc/lockstep-limits/password" -}}
 {{- end -}}
+{{- if .caSecretName -}}
+{{- $_ := set $settings "limits_storage_ca" "/etc/lockstep-limits-ca/ca.crt" -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if .Values.state.enabled -}}

@@ -41,6 +41,9 @@ router.service.grpcPort: {{ $router.service.grpcPort }} is router.service.port t
 {{- if contains "@" . }}
 router.limitsStorage.address must have no user and no password: use router.limitsStorage.passwordSecretName
 {{- end -}}
+{{- if and $.Values.router.limitsStorage.caSecretName (not (hasPrefix "rediss:" .)) }}
+router.limitsStorage.caSecretName is set, but router.limitsStorage.address does not begin with rediss: the connection would be plain text
+{{- end -}}
 {{- if and $.Values.networkPolicy.enabled (not $.Values.networkPolicy.routerEgress) }}
 networkPolicy.routerEgress is empty: routers could not reach the Redis of router.limitsStorage, and each would count by itself. List its addresses and ports, or set networkPolicy.enabled to false
 {{- end -}}

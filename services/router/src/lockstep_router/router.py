@@ -77,14 +77,17 @@ class Router:
             tracing: makes the traces of requests; None: there are none.
 
         Raises:
-            LockstepError: INVALID_REQUEST, the file of API keys or of a password cannot be used.
+            LockstepError: INVALID_REQUEST, the file of API keys, of a password or of authorities cannot be used.
         """
         self.settings = settings
         self.tracing = tracing
         self.keys = None if settings.keys_file is None else KeyFile(settings.keys_file)
         """The API keys of clients; None: everyone is served."""
         self.storage = open_storage(
-            settings.limits_storage, settings.limits_storage_password_file, settings.limits_storage_timeout_s
+            settings.limits_storage,
+            settings.limits_storage_password_file,
+            settings.limits_storage_timeout_s,
+            ca=settings.limits_storage_ca,
         )
         self.limits = TenantLimits(self.storage)
         self.workers = Workers(settings, discovery or choose_discovery(settings), dial, rng)

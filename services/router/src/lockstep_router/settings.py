@@ -16,7 +16,7 @@ from lockstep_router.output.formats import OFF, TOOL_FORMATS
 from lockstep_router.output.reasoning import REASONING_FORMATS
 from lockstep_router.policies import check_policy
 from lockstep_router.state_settings import StateServerSettings
-from lockstep_router.tenants.shared_storage import MEMORY, check_address
+from lockstep_router.tenants.shared_storage import MEMORY, check_address, has_tls
 
 DiscoveryKind = Literal["static", "dns", "kubernetes"]
 _PAIRS = {
@@ -104,6 +104,10 @@ class RouterSettings(StateServerSettings):
         "`redis://host:port/database` (`rediss://` with TLS), for all routers together.",
     )
     limits_storage_password_file: str | None = Field(None, description="File with the password of `limits_storage`.")
+    limits_storage_ca: str | None = Field(
+        None,
+        description="PEM file of authorities for the certificate of `limits_storage`, besides those of the system.",
+    )
     limits_storage_timeout_s: float = Field(
         0.1,
         gt=0,
@@ -395,6 +399,14 @@ class RouterSettings(StateServerSettings):
     def _check_password_file(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("limits_storage") == MEMORY:
             raise ValueError("needs limits_storage")
+        return value
+
+    @field_validator("limits_storage_ca")
+    @classmethod
+    def _check_storage_ca(cls, value: str | None, info: ValidationInfo) -> str | None:
+        storage = info.data.get("limits_storage")  # none if it cannot be used
+        if value is not None and storage is not None and not has_tls(storage):
+            raise ValueError("needs a limits_storage that begins with rediss://")
         return value
 
     @field_validator("console")

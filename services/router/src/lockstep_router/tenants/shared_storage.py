@@ -7,6 +7,7 @@ again. No address and no error's own words are in a log, because they may have a
 
 import asyncio
 import logging
+import ssl
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -27,7 +28,8 @@ logger = logging.getLogger("lockstep.router")
 Result = TypeVar("Result")
 
 MEMORY = "memory"
-_SCHEMES = ("redis", "rediss")
+_TLS = "rediss"
+_SCHEMES = ("redis", _TLS)
 _PREFIX = "lockstep:limits"
 _CONNECTIONS = 32
 """Connections to Redis, and operations that use them at a time; others wait, no longer than the timeout."""
@@ -59,11 +61,24 @@ def check_address(address: str) -> None:
         raise ValueError("must have no password: name a file with it in limits_storage_password_file")
 
 
-def open_storage(address: str, password_file: str | None, timeout_s: float) -> "SharedStorage | None":
+def has_tls(address: str) -> bool:
+    """Whether a storage at this address, which can be used, is spoken to over TLS."""
+    return urlsplit(address).scheme == _TLS
+
+
+def open_storage(
+    address: str, password_file: str | None, timeout_s: float, *, ca: str | None = None
+) -> "SharedStorage | None":
     """The storage at an address; None: each router counts in its memory.
 
+    Args:
+        address: of the storage.
+        password_file: with its password.
+        timeout_s: longest wait for it.
+        ca: PEM file of authorities for TLS, besides those of the system.
+
     Raises:
-        LockstepError: INVALID_REQUEST, the file with the password cannot be used.
+        LockstepError: INVALID_REQUEST, the file with the password or that of the authorities cannot be used.
     """
     if address == MEMORY:
         return None
@@ -74,6 +89,9 @@ def open_storage(address: str, password_file: str | None, timeout_s: float) -> "
     }
     if password_file is not None:
         options["password"] = _read_password(password_file)
+    if ca is not None:
+        _check_authorities(ca)
+        options["ssl_ca_certs"] = ca
     redis = RedisStorage(address, implementation="redispy", key_prefix=_PREFIX, **options)
     client: Any = redis.bridge
     return SharedStorage(redis, MemoryStorage(), timeout_s=timeout_s, close=client.get_connection().aclose)
@@ -91,6 +109,19 @@ def _read_password(path: str) -> str:
     if not 0 < len(password) <= _MAX_PASSWORD_BYTES:
         raise invalid(setting, f"({path}) has no password of at most {_MAX_PASSWORD_BYTES} bytes")
     return password
+
+
+def _check_authorities(path: str) -> None:
+    """Raise now what each connection would fail with: routers without the storage go on, and each counts by itself."""
+    try:
+        ssl.create_default_context(cafile=path)
+    except ssl.SSLError as error:
+        reason = f"cannot be used: {error.reason or type(error).__name__}"
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror or type(error).__name__}"
+    else:
+        return
+    raise invalid("limits_storage_ca", f"({path}) {reason}")
 
 
 class SharedStorage:
