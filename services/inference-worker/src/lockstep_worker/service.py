@@ -19,7 +19,8 @@ from lockstep_worker.worker import Worker
 logger = logging.getLogger("lockstep.worker")
 
 _HELLO_TIMEOUT_S = 10.0
-_ABORT_TIMEOUT_S = 30.0
+ABORT_TIMEOUT_S = 30.0
+"""The longest wait for a router to read what precedes the status of its call."""
 _MAX_ROUTER_ID_CHARS = 128  # the id is only used in logs
 
 
@@ -135,6 +136,16 @@ async def _write(connection: RouterConnection, context: grpc.aio.ServicerContext
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: LockstepError) -> None:
-    # The status is sent after the waiting frames, which the router may not read: the wait needs a deadline.
-    async with asyncio.timeout(_ABORT_TIMEOUT_S):
-        await context.abort(grpc.StatusCode[error.meaning.grpc_status], error.message)
+    """End a call with an error. The status is sent after the waiting frames, which the router may not read: the wait
+    needs a deadline. gRPC still sends the status if the router reads on, and takes no answer of the call any more.
+    """
+    try:
+        async with asyncio.timeout(ABORT_TIMEOUT_S):
+            await context.abort(grpc.StatusCode[error.meaning.grpc_status], error.message)
+    except TimeoutError:
+        logger.warning(
+            "a router did not read the end of its call within %g s: %s",
+            ABORT_TIMEOUT_S,
+            error.message,
+            extra={"peer": context.peer()},
+        )
