@@ -5,6 +5,7 @@ import collections
 import gc
 
 import pytest
+from router_cluster import eventually
 
 COMPLETION = {"model": "reference", "prompt": ["hello world", "a b c"], "n": 3, "max_tokens": 20}
 CHAT = {"model": "reference", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 20}
@@ -46,7 +47,9 @@ async def test_a_request_leaves_nothing_to_collect(cluster, garbage, name):
         await ask(client, *CASES[name], times=1)
         gc.collect()
         gc.disable()
+        before = len(asyncio.all_tasks())
         await ask(client, *CASES[name])
+        await eventually(lambda: len(asyncio.all_tasks()) <= before)
         await asyncio.sleep(0.05)
         assert garbage() == {}
 
@@ -57,8 +60,10 @@ async def test_a_request_whose_client_leaves_leaves_nothing_to_collect(make_clus
     async with cluster.over_http() as client:
         gc.collect()
         gc.disable()
+        before = len(asyncio.all_tasks())
         for _ in range(3):
             async with client.stream("POST", "/v1/completions", json=body) as answer:
                 await anext(answer.aiter_bytes())
+        await eventually(lambda: len(asyncio.all_tasks()) <= before)
         await asyncio.sleep(0.2)
         assert garbage() == {}
