@@ -213,12 +213,16 @@ async def test_full_store_is_no_server_that_is_away(store, other, server):
     assert list((await other.look_up("r-1", "tenant")).logs[0].ids) == [5, 6]
 
 
-async def test_keys_that_a_full_tenant_renews_are_no_server_that_is_away(make_store, server):
-    server.settings = server.settings.model_copy(update={"max_tenant_bytes": 2048})
-    await server.restart()
+@pytest.mark.parametrize("what", ["tenant", "store"])
+async def test_keys_that_find_no_room_when_they_are_renewed_are_no_server_that_is_away(make_store, server, what):
+    """Streams that are there can still be read and taken, which stands behind the same breaker."""
+    if what == "tenant":
+        server.settings = server.settings.model_copy(update={"max_tenant_bytes": 2048})
+        await server.restart()
     store = await make_store()
     for number in range(12):
         assert await store.claim(f"tenant/{number}", Claim(f"r-{number}", b"body")) is None
+    server.backend.is_full = what == "store"
     refused = count(metrics.STATE_FAILURES, "resource_exhausted")
     store.mirror.on_return()
     store.expire()

@@ -29,9 +29,6 @@ _FAILURES_TO_OPEN = {"requests": 3, "mirror": 2}
 _MAX_CALLS = 256
 """Calls at a time for requests of clients; more are refused."""
 _REFUSALS = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED})
-
-_TENANTS_QUOTA = "(max_tenant_bytes)"
-"""In the message if one tenant has no room: that says nothing of the server."""
 _LATE = grpc.StatusCode.DEADLINE_EXCEEDED.name
 
 
@@ -106,7 +103,7 @@ class StateClient:
         Raises:
             StateAwayError, StateRefusedError: it is not known whether that was done.
         """
-        await self._call("Claim", request, self.mirror, self.patient_s)
+        await self._call("Claim", request, self.mirror, self.patient_s, may_be_full=True)
 
     # Calls that a client's request waits for.
 
@@ -219,8 +216,7 @@ class StateClient:
             if error.code() in _REFUSALS:
                 breaker.note_success()
                 raise StateRefusedError(error.details() or error.code().name) from None
-            is_full = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            if is_full and (may_be_full or _TENANTS_QUOTA in (error.details() or "")):
+            if may_be_full and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 metrics.STATE_FAILURES.labels(error.code().name.lower()).inc()
                 breaker.note_success()
                 raise StateAwayError from None
