@@ -36,6 +36,8 @@ class StateAwayError(Exception):
         super().__init__(reason)
         self.is_late = reason == grpc.StatusCode.DEADLINE_EXCEEDED.name
         """It has not answered in time, on a connection that may be in order."""
+        self.is_full = reason == grpc.StatusCode.RESOURCE_EXHAUSTED.name
+        """It has answered that there is no room: in the store, or for the tenant."""
 
 
 class StateRefusedError(Exception):

@@ -6,9 +6,10 @@ import pytest
 from journal_store_contract import KEEP_S, logprobs
 from lockstep_api.v1 import state_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_router import metrics
 from lockstep_router.journals import Claim, Outcome, Piece, shared_keys
 from lockstep_router.journals import mirrored as mirrored_journals
-from mirrored_stores import FAILED, TIMEOUT_S, WINDOW_S, fill, mirrored, take
+from mirrored_stores import FAILED, TIMEOUT_S, WINDOW_S, count, fill, mirrored, take
 from router_cluster import eventually
 
 
@@ -183,7 +184,7 @@ async def test_stream_that_is_prepared_for_long_keeps_its_key(store, other, monk
     assert not looking.done()
     await fill(store)
     assert (await looking).record.request_id == "r-1"
-    assert not store._keys._preparing
+    await eventually(lambda: not store._keys._preparing)
 
 
 async def test_key_of_a_router_that_died_while_it_prepared_is_free(make_store, other, clock, monkeypatch):
@@ -214,3 +215,57 @@ async def test_stream_that_is_prepared_for_too_long_is_an_error_to_retry(store, 
         await other.look_up("r-1", "tenant")
     assert refused.value.code is ErrorCode.UNAVAILABLE
     assert await other.find("tenant/key") == Claim("r-1", b"body"), "it keeps its key"
+
+
+async def marked(store):
+    """Wait until a router that has found the key of r-1 sees that it is marked."""
+    async with asyncio.timeout(30.0):
+        while not await store._keys.is_preparing("r-1"):
+            await asyncio.sleep(0.02)
+
+
+async def refuses_to_begin_again(store):
+    with pytest.raises(LockstepError) as refused:
+        await store.look_up("r-1", "tenant")
+    return refused.value.code is ErrorCode.UNAVAILABLE and await store.find("tenant/key") == Claim("r-1", b"body")
+
+
+@pytest.fixture
+async def server_with_room_for_a_key_alone(server, monkeypatch):
+    """For none of its marks, and not for its stream."""
+    monkeypatch.setattr(mirrored_journals, "OPENING_S", 0.05)
+    monkeypatch.setattr(mirrored_journals, "PREPARING_S", 0.2)
+    monkeypatch.setattr(shared_keys, "MARK_AFTER_S", 0.0)
+    server.settings = server.settings.model_copy(update={"max_tenant_bytes": 600})
+    return await server.restart()
+
+
+@pytest.mark.usefixtures("server_with_room_for_a_key_alone")
+async def test_key_of_a_tenant_without_room_is_kept_while_its_request_is_prepared(make_store, clock):
+    store, other = await make_store("router-1"), await make_store("router-2")
+    assert await store.claim("tenant/key", Claim("r-1", b"body")) is None
+    assert await other.claim("tenant/key", Claim("r-2", b"body")) == Claim("r-1", b"body")
+    await marked(other)
+    assert await refuses_to_begin_again(other)
+    store._keys.forget("r-1")  # as if its router had died
+    await mirrored(store)
+    clock.now += shared_keys._MARK_TTL_S + 0.1
+    assert await other.look_up("r-1", "tenant") is None, "another router may begin it"
+
+
+@pytest.mark.usefixtures("server_with_room_for_a_key_alone")
+async def test_key_of_a_stream_without_room_is_kept_as_long_as_its_router_has_the_stream(make_store, clock):
+    store, other = await make_store("router-1"), await make_store("router-2")
+    assert await store.claim("tenant/key", Claim("r-1", b"body")) is None
+    assert await other.claim("tenant/key", Claim("r-2", b"body")) == Claim("r-1", b"body")
+    full = count(metrics.JOURNAL_WRITES, "full")
+    await fill(store)
+    await eventually(lambda: count(metrics.JOURNAL_WRITES, "full") > full)
+    for is_ended in (False, True):
+        if is_ended:
+            await store.seal("r-1", Outcome(), KEEP_S)
+        clock.now += shared_keys._MARK_TTL_S + 0.1
+        await marked(other)
+        assert await refuses_to_begin_again(other)
+    await store.remove("r-1")
+    assert await other.find("tenant/key") is None

@@ -41,7 +41,7 @@ OPENING_S = 1.0
 has died before that, unless it has marked the request as being prepared.
 """
 PREPARING_S = 10.0
-"""A request that is being prepared elsewhere is waited for no longer than this."""
+"""A request that is being prepared elsewhere, or has no room in the state server, is waited for no longer than this."""
 _FINISHES = frozenset(inference_pb2.FinishReason.values())
 _ASK_AGAIN_S = 0.1
 _LOOK_EVERY_S = 0.05
@@ -223,8 +223,9 @@ class MirroredJournalStore:
 
         Raises:
             StoreAwayError: UNAVAILABLE, the state server has just failed to answer.
-            LockstepError: UNAVAILABLE, the stream was found by its key and is still being prepared, or this router does
-                not know how its text is to be read, or how it ended; OVERLOADED, too many ask at a time.
+            LockstepError: UNAVAILABLE, the stream was found by its key and is still being prepared, or has no room in
+                the state server, or this router does not know how its text is to be read, or how it ended; OVERLOADED,
+                too many ask at a time.
         """
         if self.mirror.is_removed(request_id):
             return None
@@ -237,7 +238,9 @@ class MirroredJournalStore:
                 if age_s >= OPENING_S and not await self._keys.is_preparing(request_id):
                     break
                 if age_s >= PREPARING_S:
-                    sentence = "the request with this key is still being prepared"
+                    sentence = (
+                        "the request with this key is being prepared, or runs where only its own router can give it"
+                    )
                     raise LockstepError(ErrorCode.UNAVAILABLE, sentence, retry_after_s=1)
                 await asyncio.sleep(_LOOK_EVERY_S if age_s < OPENING_S else _LOOK_PREPARING_EVERY_S)
                 found = await self._read_there(request_id, owner)

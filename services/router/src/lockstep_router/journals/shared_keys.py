@@ -15,7 +15,7 @@ from lockstep_router import metrics
 from lockstep_router.journals.mirror import Mirror
 from lockstep_router.journals.records import Claim
 from lockstep_router.journals.state_client import StateClient
-from lockstep_router.journals.stored_form import Key, tenant_of_scope
+from lockstep_router.journals.stored_form import PREPARING, Key, tenant_of_scope
 
 for _outcome in ("granted", "known", "away"):
     metrics.STATE_CLAIMS.labels(_outcome)  # from 0
@@ -23,9 +23,22 @@ _MAX_FOREIGN = 1024
 _RENEWALS_AT_ONCE = 1024
 """Fewer than the chores that the mirror has room for. The next ones follow a second later."""
 MARK_AFTER_S = 0.15
-"""A request whose preparation takes longer is marked: those that find it by its key have to wait for its stream."""
+"""A request whose stream comes to the state server later than this is marked: those that find it by its key have to
+wait for its stream.
+"""
 _MARK_EVERY_S = 1.0
 _MARK_TTL_S = 3.0
+
+
+@dataclass(eq=False)
+class _Marking:
+    """The marks of one request, until its stream is in the state server."""
+
+    mark: state_pb2.ClaimRequest
+    timer: asyncio.TimerHandle | None = None
+    """Ends when it is time for the next mark."""
+    is_prepared: bool = False
+    """Its stream is mirrored, as far as there is room for it."""
 
 
 @dataclass(eq=False)
@@ -58,8 +71,8 @@ class SharedKeys:
         """By the stream; each ends with its last chore."""
         self._due: set[str] = set()
         """Streams whose keys must be renewed before their time."""
-        self._preparing: dict[str, asyncio.TimerHandle] = {}
-        """Requests that have a key, and no stream yet."""
+        self._preparing: dict[str, _Marking] = {}
+        """Requests that have a key, and no stream in the state server yet."""
         self._foreign: OrderedDict[str, tuple[str, float]] = OrderedDict()
         """The scopes of streams of other routers that were found by their keys lately, and when."""
 
@@ -91,26 +104,32 @@ class SharedKeys:
 
     def note_open(self, request_id: str) -> None:
         """A request is prepared: its stream is about to be mirrored."""
-        timer = self._preparing.pop(request_id, None)
-        if timer is not None:
-            timer.cancel()
+        marking = self._preparing.get(request_id)
+        if marking is not None:
+            marking.is_prepared = True
 
     async def is_preparing(self, request_id: str) -> bool:
-        """Whether a request of another router that was found by its key is still being prepared there. While the state
-        server does not answer it may be.
+        """Whether a request of another router that was found by its key is still being prepared there, or runs there
+        without having room in the state server. While that does not answer it may be so.
         """
         found = self._foreign.get(request_id)
         if found is None:
             return False
-        mark = state_pb2.LookUpClaimRequest(tenant=tenant_of_scope(found[0]), key=_mark_of(request_id))
         try:
-            return bool((await self._client.look_up_claim(mark)).request_id)
+            for tenant in (tenant_of_scope(found[0]), PREPARING):
+                mark = state_pb2.LookUpClaimRequest(tenant=tenant, key=_mark_of(request_id))
+                if (await self._client.look_up_claim(mark)).request_id:
+                    return True
         except (StateAwayError, StateRefusedError):
             return True
+        return False
 
     def forget(self, request_id: str) -> None:
         """A stream is this router's no longer. Its key stays in the state server."""
-        self.note_open(request_id)
+        self._end_marks(request_id)
+        self._forget_key(request_id)
+
+    def _forget_key(self, request_id: str) -> None:
         self._keys.pop(request_id, None)
         self._renewed_at.pop(request_id, None)
         self._due.discard(request_id)
@@ -127,12 +146,12 @@ class SharedKeys:
             # that the server is slow, not that it is away: nothing would tell when it is back.
             is_late = isinstance(away, StateAwayError) and away.is_late
             self.adopt(claim.request_id, key, is_fresh=not is_late)
-            self._mark_in(MARK_AFTER_S, claim.request_id)
+            self._begin_marks(claim.request_id, key)
             return None
         if response.granted:
             metrics.STATE_CLAIMS.labels("granted").inc()
             self.adopt(claim.request_id, key, is_fresh=True)
-            self._mark_in(MARK_AFTER_S, claim.request_id)
+            self._begin_marks(claim.request_id, key)
             return None
         metrics.STATE_CLAIMS.labels("known").inc()
         return self._note_foreign(scope, response)
@@ -190,7 +209,7 @@ class SharedKeys:
         """A stream has ended: its key is kept as long as the stream is."""
         if request_id in self._keys:
             self._renew(request_id, keep_s)
-            self.forget(request_id)
+            self._forget_key(request_id)  # one without room in the state server stays marked while the mirror has it
 
     def _renew(self, request_id: str, ttl_s: float) -> None:
         self._renewed_at[request_id] = asyncio.get_running_loop().time()
@@ -209,16 +228,43 @@ class SharedKeys:
                 if renewing.is_released:  # it was freed in the meantime, perhaps before this came to the state server
                     await self._release(request.request_id, request.key)
 
-    def _mark_in(self, seconds: float, request_id: str) -> None:
-        self._preparing[request_id] = asyncio.get_running_loop().call_later(seconds, self._mark, request_id)
-
-    def _mark(self, request_id: str) -> None:
-        """Announce that a request is being prepared, and repeat that until it is."""
-        key = self._keys[request_id]
+    def _begin_marks(self, request_id: str, key: Key) -> None:
         mark = self._request(request_id, key, _MARK_TTL_S)
         mark.key = _mark_of(request_id)
-        self._mirror.add_chore(partial(self._client.renew, mark))
-        self._mark_in(_MARK_EVERY_S, request_id)
+        self._preparing[request_id] = _Marking(mark)
+        self._mark_in(MARK_AFTER_S, request_id)
+
+    def _mark_in(self, seconds: float, request_id: str) -> None:
+        timer = asyncio.get_running_loop().call_later(seconds, self._mark, request_id)
+        self._preparing[request_id].timer = timer
+
+    def _mark(self, request_id: str) -> None:
+        """Announce that there is no stream yet, and repeat that until there is. A stream may have no room in the state
+        server: who found none would free the key, and begin a second one.
+        """
+        marking, entry = self._preparing[request_id], self._mirror.entries.get(request_id)
+        if marking.is_prepared and (entry is None or entry.is_open):
+            self._end_marks(request_id)
+        else:
+            self._mirror.add_chore(partial(self._mark_there, marking.mark))
+            self._mark_in(_MARK_EVERY_S, request_id)
+
+    async def _mark_there(self, mark: state_pb2.ClaimRequest) -> None:
+        try:
+            await self._client.renew(mark)
+        except StateAwayError as away:
+            if not away.is_full:
+                raise
+            # Perhaps only its tenant has no room. Its own tenant comes first: older routers look nowhere else.
+            own = state_pb2.ClaimRequest()
+            own.CopyFrom(mark)
+            own.tenant = PREPARING
+            await self._client.renew(own)
+
+    def _end_marks(self, request_id: str) -> None:
+        marking = self._preparing.pop(request_id, None)
+        if marking is not None and marking.timer is not None:
+            marking.timer.cancel()
 
     def _request(self, request_id: str, key: Key, ttl_s: float) -> state_pb2.ClaimRequest:
         return state_pb2.ClaimRequest(

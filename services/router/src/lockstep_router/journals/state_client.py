@@ -219,7 +219,7 @@ class StateClient:
             if may_be_full and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 metrics.STATE_FAILURES.labels(error.code().name.lower()).inc()
                 breaker.note_success()
-                raise StateAwayError from None
+                raise StateAwayError(error.code().name) from None
             if error.code().name == _LATE and may_be_long:
                 self._doubt(breaker)
             else:

@@ -19,6 +19,8 @@ from lockstep_router.journals.records import ChoiceLog, ChoiceRecord, Outcome, P
 SCHEMA = 1
 _NOBODY = "-"
 """The state server's tenant of clients without an API key: no tenant and no hash of a key has this name."""
+PREPARING = "-preparing"
+"""The routers' own tenant there, for marks that a client's tenant has no room for. No tenant has this name either."""
 
 
 @dataclass(frozen=True)
