@@ -1,16 +1,18 @@
 """What routers and state servers of other versions have written, and this router does not know."""
 
 import contextlib
+import json
 from dataclasses import replace
 
 import pytest
 from journal_store_contract import record
+from lockstep_api.v1 import state_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.grpc_tls import dial_plain
 from lockstep_router import metrics
 from lockstep_router.generation.parsing import Parsing
 from lockstep_router.journals import MemoryJournalStore, MirroredJournalStore, Piece
-from lockstep_router.journals.stored_form import tenant_of
+from lockstep_router.journals.stored_form import Key, tenant_of, to_message
 from lockstep_state.keys import Kind, key_of
 from router_cluster import eventually
 from state_server import StateServer
@@ -118,3 +120,31 @@ async def test_outcome_that_is_not_known_is_asked_for_again_and_disturbs_no_othe
         assert [store.mirror.entries[each].written for each in ("r-1", "r-2")] == [[2, 0], [2, 0]]
     assert calls == [["r-1", "r-2"], ["r-1"]]
     assert metrics.JOURNAL_WRITES.labels("other")._value.get() == before + 1
+
+
+NEWER_FIELD = b"\xfa\x01\x05newer"
+"""Of a message: the field 31 with a text."""
+
+
+async def test_fields_that_are_not_known_are_written_again(server):
+    """A newer router has begun the stream, and goes on with it after the state server has forgotten everything."""
+    begun = to_message(record("r-1"), Key("tenant/key", "ab"))
+    request = json.loads(begun.request)
+    begun.request = json.dumps(request | {"newer": 1, "style": request["style"] | {"newer": 2}}).encode()
+    begun.choices[1].sampling.MergeFromString(NEWER_FIELD)
+    begun.choices[1].MergeFromString(NEWER_FIELD)
+    begun.MergeFromString(NEWER_FIELD)
+    newer = state_pb2.StreamWrite(tenant=tenant_of("tenant"), stream_id="r-1", epoch=1, record=begun, owner="router-1")
+    async with contextlib.AsyncExitStack() as stack:
+        ours = store_at(server, "router-2")
+        ours.start()
+        stack.push_async_callback(ours.close)
+        (result,) = (await ours.client.append(state_pb2.AppendRequest(writes=[newer]))).results
+        assert result.outcome == state_pb2.WRITE_OUTCOME_OK
+        assert await ours.take(await ours.look_up("r-1", "tenant")) is not None
+        await server.restart()
+        ours.append("r-1", Piece(0, 0, [5, 6]))
+        await eventually(lambda: not ours.is_away and ours.mirror.is_idle)
+        read = await ours.client.read(state_pb2.ReadRequest(tenant=tenant_of("tenant"), stream_id="r-1"))
+    assert list(read.logs[0].ids) == [5, 6]
+    assert read.record.SerializeToString(deterministic=True) == begun.SerializeToString(deterministic=True)

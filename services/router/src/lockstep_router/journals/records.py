@@ -57,9 +57,9 @@ class RequestRecord:
     """When the client's own timeout ends, in seconds since 1970; None: it has none."""
     traceparent: str = ""
     """Trace context of the request; empty: it has none."""
-    written_deadline_at: float | None = field(default=None, compare=False)
-    """`deadline_at` as the router that began the stream wrote it, by its clock: a record is written again as it was, or
-    it counts as another one. None: this router began it.
+    written: bytes | None = field(default=None, compare=False, repr=False)
+    """All but the prompts as the router that began the stream wrote it: by its clock, and with what a newer version has
+    added. A record is written again as it was, or it counts as another one. None: this router began it.
     """
 
     @property
@@ -82,7 +82,8 @@ class RequestRecord:
         """Approximate memory."""
         names = () if self.parsing is None else self.parsing.names
         texts = sum(map(len, (*self.prefixes, *self.stops, *names, self.style.options)))
-        return _BYTES_OF_A_RECORD * (1 + len(self.choices)) + 4 * self.prompt_tokens + texts
+        written = 0 if self.written is None else len(self.written)
+        return _BYTES_OF_A_RECORD * (1 + len(self.choices)) + 4 * self.prompt_tokens + texts + written
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,16 @@ def tenant_of_scope(scope: str) -> str:
 
 
 def to_message(record: RequestRecord, key: Key | None) -> state_pb2.StreamRecord:
-    """The record of a stream."""
+    """The record of a stream.
+
+    Args:
+        record: the stream.
+        key: its key, if this router began it; else what was read has it.
+    """
+    if record.written is not None:
+        message = state_pb2.StreamRecord.FromString(record.written)
+        message.prompts.extend(_prompts(record))
+        return message
     request = _Request(
         owner=record.owner,
         created=record.created,
@@ -102,7 +111,7 @@ def to_message(record: RequestRecord, key: Key | None) -> state_pb2.StreamRecord
         tenant=record.tenant,
         session=record.session,
         parsing=record.parsing,
-        deadline_at=record.deadline_at if record.written_deadline_at is None else record.written_deadline_at,
+        deadline_at=record.deadline_at,
         key=key,
         traceparent=record.traceparent,
     )
@@ -111,10 +120,22 @@ def to_message(record: RequestRecord, key: Key | None) -> state_pb2.StreamRecord
         model=record.model,
         model_digest=record.digest,
         tokenizer_digest=record.tokenizer_digest,
-        prompts=[inference_pb2.TokenIds(ids=ids) for ids in record.prompts],
+        prompts=_prompts(record),
         choices=[state_pb2.StreamChoice(stream_id=each.stream_id, sampling=each.sampling) for each in record.choices],
         request=_REQUEST.dump_json(request),
     )
+
+
+def _prompts(record: RequestRecord) -> list[inference_pb2.TokenIds]:
+    return [inference_pb2.TokenIds(ids=ids) for ids in record.prompts]
+
+
+def _without_prompts(message: state_pb2.StreamRecord) -> bytes:
+    """They are in the record as numbers already, and may be long."""
+    rest = state_pb2.StreamRecord()
+    rest.CopyFrom(message)
+    del rest.prompts[:]
+    return rest.SerializeToString()
 
 
 def from_response(request_id: str, response: state_pb2.ReadResponse) -> Found | None:
@@ -146,7 +167,7 @@ def from_response(request_id: str, response: state_pb2.ReadResponse) -> Found | 
         parsing=request.parsing,
         deadline_at=_deadline_at(request.deadline_at, response),
         traceparent=parse_traceparent(request.traceparent),
-        written_deadline_at=request.deadline_at,
+        written=_without_prompts(message),
     )
     stream = StoredStream(record, [_log(each) for each in response.logs], None if ending is None else _outcome(ending))
     return Found(stream, request.key, response.epoch)
