@@ -195,6 +195,59 @@ async def test_nothing_follows_the_end_of_a_choice(kept):
     assert (await kept.append(pieces=[piece(1, 0, 6, finish=STOP)])).outcome == CONFLICT, "tokens follow that end"
 
 
+async def marks(kept):
+    return [log.inexact for log in (await kept.backend.read(kept.key())).logs]
+
+
+@pytest.mark.parametrize("finish", [0, STOP])
+async def test_mark_may_come_after_all_tokens(kept, finish):
+    await kept.open(pieces=[piece(0, 0, 5, 6, finish=finish), piece(1, 0, 7)])
+    assert (await kept.append(pieces=[piece(0, 3, inexact=True)])).outcome == GAP
+    assert await marks(kept) == [False, False]
+    for _ in range(2):
+        assert (await kept.append(pieces=[piece(0, 2, inexact=True)])).outcome == OK
+        assert (await marks(kept), await tokens(kept)) == ([True, False], [[5, 6], [7]])
+    if not finish:
+        assert (await kept.append(pieces=[piece(0, 2, 8, inexact=True, finish=STOP)])).outcome == OK
+    assert (await kept.append(pieces=[piece(1, 1, 9)], seal=b"end")).outcome == OK
+    stored = await kept.backend.read(kept.key(), Take("router-2", TTL_S))
+    assert [(log.inexact, log.finish) for log in stored.logs] == [(True, STOP), (False, 0)]
+    assert stored.seal == b"end"
+
+
+@pytest.mark.parametrize(
+    "repeat", [piece(0, 0, 5, 6, inexact=True), piece(0, 1, 6, finish=STOP, inexact=True), piece(0, 2, inexact=True)]
+)
+async def test_mark_may_come_with_tokens_that_are_there(kept, repeat):
+    await kept.open(pieces=[piece(0, 0, 5, 6, finish=STOP)])
+    for _ in range(2):
+        assert (await kept.append(pieces=[repeat])).outcome == OK
+        stored = await kept.backend.read(kept.key())
+        assert [(list(log.ids), log.finish, log.inexact) for log in stored.logs] == [
+            ([5, 6], STOP, True),
+            ([], 0, False),
+        ]
+
+
+@pytest.mark.parametrize("kind", ["redis", "encrypted"])
+async def test_damaged_mark_counts_as_one_and_costs_no_tokens(kept, redis_server):
+    await kept.open(pieces=[piece(0, 0, 5), piece(1, 0, 7)])
+    await kept.append(pieces=[piece(0, 1, inexact=True)])
+    with redis.Redis(port=redis_server.port) as server:
+        assert server.hset(f"lockstep:stream:{{{kept.key()}}}", "x0", b"damaged") == 0, "it was there"
+    assert (await marks(kept), await tokens(kept)) == ([True, False], [[5], [7]])
+    assert (await kept.append(pieces=[piece(0, 1, 6)])).outcome == OK
+    assert (await marks(kept), await tokens(kept)) == ([True, False], [[5, 6], [7]])
+
+
+async def test_sealed_stream_takes_no_mark(kept):
+    await kept.open(pieces=[piece(0, 0, 5), piece(1, 0, 7, inexact=True)], seal=b"end")
+    assert (await kept.append(pieces=[piece(0, 1, inexact=True)])).outcome == SEALED
+    assert (await kept.append(pieces=[piece(0, 0, 5, inexact=True)])).outcome == SEALED
+    assert (await kept.append(pieces=[piece(1, 1, inexact=True)])).outcome == OK, "it is there"
+    assert await marks(kept) == [False, True]
+
+
 async def test_sealed_stream_takes_nothing_new(kept):
     await kept.open(pieces=[piece(0, 0, 5)], seal=b"end")
     assert (await kept.append(pieces=[piece(0, 1, 6)])).outcome == SEALED

@@ -1,4 +1,6 @@
-"""The tokens of one choice, and the rules for adding to them: no gap, no other tokens, nothing after the end."""
+"""The tokens of one choice, and the rules for adding to them: no gap, no other tokens, nothing after the end but the
+mark that the choice was continued inexactly.
+"""
 
 from array import array
 from dataclasses import dataclass, field
@@ -39,18 +41,21 @@ class Log:
 
     def is_news(self, piece: state_pb2.Piece) -> bool:
         """Whether a piece that can be added has anything that is not there."""
-        return piece.position + len(piece.ids) > len(self.ids) or bool(piece.finish and not self.finish)
+        is_longer = piece.position + len(piece.ids) > len(self.ids)
+        return is_longer or bool(piece.finish and not self.finish) or (piece.inexact and not self.inexact)
 
     def rest(self, piece: state_pb2.Piece) -> state_pb2.Piece:
-        """A piece that can be added, without the tokens that are there."""
+        """A piece that can be added, without the tokens and the finish that are there."""
         known = len(self.ids) - piece.position
-        if known == 0:
+        if known == 0 and not self.finish:
             return piece
         rest = state_pb2.Piece()
         rest.CopyFrom(piece)
         rest.position = len(self.ids)
         del rest.ids[:known]
         del rest.logprobs[:known]
+        if self.finish:
+            rest.ClearField("finish")
         return rest
 
     def add(self, piece: state_pb2.Piece) -> None:

@@ -3,7 +3,7 @@
 from array import array
 from dataclasses import replace
 
-from journal_store_contract import KEEP_S, JournalStoreContract, logprobs, record
+from journal_store_contract import KEEP_S, STOP, JournalStoreContract, logprobs, record
 from lockstep_api.v1 import state_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router.generation.parsing import Parsing
@@ -75,6 +75,28 @@ async def test_mark_after_the_tokens_keeps_the_cached_ones(store):
     await fill(store)
     store.append("r-1", Piece(0, 2, (), is_inexact=True))
     assert (await store.read("r-1")).logs[0].cached_tokens == 2
+
+
+async def test_mark_after_the_tokens_is_mirrored(store, other, make_store, server):
+    await fill(store)
+    await mirrored(store)
+    store.append("r-1", Piece(0, 2, (), is_inexact=True))
+    await mirrored(store)
+    assert (await take(other)).logs[0].is_inexact
+    await server.restart()
+    other.mirror.note_change("r-1")
+    third = await make_store("router-3")
+    await eventually(lambda: not other.is_away and other.mirror.is_idle)
+    assert (await third.look_up("r-1", "tenant")).logs[0].is_inexact, "nor is it lost when all is written again"
+
+
+async def test_mark_of_a_choice_that_has_ended_is_mirrored(store, other):
+    await store.open(record())
+    store.append("r-1", Piece(0, 0, [5], logprobs(5), STOP))
+    await mirrored(store)
+    store.append("r-1", Piece(0, 1, (), is_inexact=True))
+    await mirrored(store)
+    assert [log.is_inexact for log in (await other.look_up("r-1", "tenant")).logs] == [True, False]
 
 
 async def test_foreign_owner_sees_nothing(store, other):

@@ -1,9 +1,10 @@
 -- Writes to one stream, completely or not at all.
 -- KEYS: the stream's hash, its list of pieces, the tombstone that it left when it was trimmed. ARGV: epoch, ttl_ms, max_bytes, record, its fingerprints, choices, owner, seal,
 -- its fingerprints, bytes after which the tenant's ledger is updated, the life that the stream must have ('': any), the life that it gets if it
--- is opened; ms that are left of the request's own timeout (-1: it has none); then for each piece: choice, position, count, finish, value.
+-- is opened; ms that are left of the request's own timeout (-1: it has none); then for each piece: choice, position, count, finish, 1 if it has the mark
+-- of an inexact continuation, value.
 -- The hash: e epoch, d fingerprint of r the record, n choices, o owner, s seal, t its fingerprint, b bytes, q bytes that the
--- ledger knows, c when it is updated again, l<choice> tokens, f<choice> how the choice ended, w when the request's own timeout ends, in ms, i its life: as long as that is the same,
+-- ledger knows, c when it is updated again, l<choice> tokens, f<choice> how the choice ended, x<choice> 1 if it has the mark, w when the request's own timeout ends, in ms, i its life: as long as that is the same,
 -- tokens are added and none is removed. All but r, o, s and i have a checksum.
 -- Returns, as one string, which is sent and parsed faster than an array: outcome (100: some tokens are there already, and have to be compared),
 -- epoch, choice, length, bytes if the ledger has to know (-1: none), 1 if what was there was damaged; then it is forgotten.
@@ -15,10 +16,10 @@ local was = {e = number(head[1]), d = plain(head[2]), n = number(head[3]), b = n
 if not is_new then is_damaged = not (was.e and was.d and was.n and was.b and was.q and was.c) end
 if head[7] and not plain(head[8]) then is_damaged = true end
 local logs = {}
-for at = 14, #ARGV, 5 do
-  local log = redis.call('HMGET', KEYS[1], 'l' .. ARGV[at], 'f' .. ARGV[at])
+for at = 14, #ARGV, 6 do
+  local log = redis.call('HMGET', KEYS[1], 'l' .. ARGV[at], 'f' .. ARGV[at], 'x' .. ARGV[at])
   if (log[1] and not number(log[1])) or (log[2] and not number(log[2])) then is_damaged = true end
-  logs[at] = {number(log[1]) or 0, log[2]}
+  logs[at] = {number(log[1]) or 0, log[2], number(log[3])}
 end
 local function answer(outcome, of_epoch, choice, length, for_ledger)
   return string.format('%d %.0f %d %d %d %d', outcome, of_epoch or 0, choice or 0, length or 0, for_ledger or 0, is_damaged and 1 or 0)
@@ -26,7 +27,7 @@ end
 if is_damaged then
   redis.call('DEL', KEYS[1], KEYS[2])
   is_new, head = true, {}
-  for _, log in pairs(logs) do log[1], log[2] = 0, false end
+  for _, log in pairs(logs) do log[1], log[2], log[3] = 0, false, nil end
 end
 if ARGV[11] ~= '' and head[9] ~= ARGV[11] then return answer(COMPARE) end
 local bytes, choices, changes, pieces = 0, tonumber(ARGV[6]), {}, {}
@@ -50,19 +51,21 @@ else
   bytes, choices = was.b, was.n
 end
 local is_sealed = head[7]
-for at = 14, #ARGV, 5 do
+for at = 14, #ARGV, 6 do
   local choice, position, count, finish = tonumber(ARGV[at]), tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2]), ARGV[at + 3]
   if choice >= choices then return answer(CONFLICT, 0, choice) end
   local length, ended = logs[at][1], logs[at][2]
+  local is_longer, is_marked = count > 0 or finish ~= '0', ARGV[at + 4] == '1' and not logs[at][3]
   if position > length then return answer(GAP, 0, choice, length) end
   if position < length or (count == 0 and finish ~= '0' and ended) then return answer(COMPARE, 0, choice, length) end
-  if count > 0 or finish ~= '0' then
-    if ended then return answer(CONFLICT, 0, choice, length) end
-    if is_sealed then return answer(SEALED, 0, choice, length) end
+  if is_longer and ended then return answer(CONFLICT, 0, choice, length) end
+  if (is_longer or is_marked) and is_sealed then return answer(SEALED, 0, choice, length) end
+  if is_marked then change('x' .. choice, checked(1)) end
+  if is_longer then
     change('l' .. choice, checked(length + count))
     if finish ~= '0' then change('f' .. choice, checked(finish)) end
-    pieces[#pieces + 1] = ARGV[at + 4]
-    bytes = bytes + #ARGV[at + 4]
+    pieces[#pieces + 1] = ARGV[at + 5]
+    bytes = bytes + #ARGV[at + 5]
   end
 end
 if ARGV[8] ~= '' then

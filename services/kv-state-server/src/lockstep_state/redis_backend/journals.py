@@ -150,7 +150,7 @@ class Journals:
         pieces: list[str | bytes | int] = []
         for piece in write.pieces:
             value = self._values.write(f"{place}:p", piece.SerializeToString())
-            pieces += [piece.choice, piece.position, len(piece.ids), int(piece.finish), value]
+            pieces += [piece.choice, piece.position, len(piece.ids), int(piece.finish), int(piece.inexact), value]
         arguments = (*head, seal, seal_prints, _LEDGER_STEP_BYTES, life, _new_life(), left_ms, *pieces)
         return Command(self._keys_and_tombstone(write.key), arguments, scripts.APPEND)
 
@@ -213,6 +213,9 @@ class Journals:
             if pieces >= _TURN_PIECES or size >= _TURN_BYTES:
                 pieces = size = 0
                 await asyncio.sleep(0)
+        for choice, log in enumerate(logs):
+            # The mark may have come after the last piece. A damaged one counts: no tokens are lost for being marked.
+            log.inexact = log.inexact or _field(raw, b"x%d" % choice) != 0
         ends = [(_field(raw, b"l%d" % choice), _field(raw, b"f%d" % choice)) for choice in range(len(logs))]
         is_complete = keep == len(raw.pieces) and ends == [(len(log.ids), log.finish) for log in logs]
         if is_complete and not _has_lost_seal(head, raw.fields):

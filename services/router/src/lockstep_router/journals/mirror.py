@@ -60,8 +60,8 @@ class _Sent:
     request_id: str
     entry: Entry
     since: float | None
-    ends: Sequence[tuple[int, int, bool]]
-    """Of each piece: the choice, the position of its end, and whether it has the finish."""
+    ends: Sequence[tuple[int, int, bool, bool]]
+    """Of each piece: the choice, the position of its end, and whether it has the finish and the mark."""
     seal: bytes | None
 
 
@@ -362,9 +362,9 @@ class Mirror:
                 begin = entry.written[index]
                 end = min(len(log.ids), begin + min(room, _WRITE_LOGPROBS if log.logprobs else room))
                 is_all = is_all and end == len(log.ids)
-                if end > begin or (log.finish and end == len(log.ids) and not entry.has_finish[index]):
+                if end > begin or (end == len(log.ids) and entry.lacks_end(index)):
                     write.pieces.append(to_piece(index, log, begin, end))
-                    ends.append((index, end, bool(log.finish) and end == len(log.ids)))
+                    ends.append((index, end, bool(log.finish) and end == len(log.ids), log.is_inexact))
                     room -= end - begin
         seal = entry.seal if is_all else None
         if seal is not None and (not entry.is_frozen or seal == REMOVED):
@@ -446,7 +446,7 @@ class Mirror:
             case state_pb2.WRITE_OUTCOME_GAP if result.choice < len(entry.written):
                 entry.is_open = True
                 entry.written[result.choice] = result.length
-                entry.has_finish[result.choice] = False
+                entry.has_finish[result.choice] = entry.is_marked[result.choice] = False
             case state_pb2.WRITE_OUTCOME_FULL:
                 entry.not_before = now + _FULL_PAUSE_S
             case outcome if outcome not in _NAMES:
@@ -455,9 +455,10 @@ class Mirror:
     def _note_written(self, sent: _Sent, now: float) -> None:
         entry = sent.entry
         entry.is_open, entry.written_at, entry.not_before = True, now, 0.0
-        for choice, end, has_finish in sent.ends:
+        for choice, end, has_finish, is_marked in sent.ends:
             entry.written[choice] = end
             entry.has_finish[choice] = has_finish
+            entry.is_marked[choice] = is_marked
         if sent.since is not None:
             metrics.JOURNAL_WRITE_SECONDS.observe(now - sent.since)
         if sent.seal is not None and sent.seal == entry.seal:

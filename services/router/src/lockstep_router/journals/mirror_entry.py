@@ -9,7 +9,7 @@ from lockstep_router.journals.stored_form import Key
 
 @dataclass
 class Entry:
-    """A stream that is mirrored. `written` and `has_finish` are what the state server has acknowledged."""
+    """A stream that is mirrored. `written`, `has_finish` and `is_marked` are what the state server has acknowledged."""
 
     stream: StoredStream
     epoch: int
@@ -17,6 +17,8 @@ class Entry:
     is_open: bool = False
     written: list[int] = field(default_factory=list)
     has_finish: list[bool] = field(default_factory=list)
+    is_marked: list[bool] = field(default_factory=list)
+    """As continued inexactly. The mark may come after all tokens."""
     seal: bytes | None = None
     seal_ttl_s: float = 0.0
     is_left: bool = False
@@ -37,6 +39,7 @@ class Entry:
     def __post_init__(self) -> None:
         self.written = self.written or [0] * len(self.stream.record.choices)
         self.has_finish = self.has_finish or [False] * len(self.stream.record.choices)
+        self.is_marked = self.is_marked or [False] * len(self.stream.record.choices)
 
     @property
     def is_behind(self) -> bool:
@@ -44,12 +47,17 @@ class Entry:
         if not self.is_open or self.seal is not None:
             return True
         return not self.is_frozen and any(
-            done < len(log.ids) or (log.finish and not finished)
-            for done, finished, log in zip(self.written, self.has_finish, self.stream.logs, strict=True)
+            self.written[index] < len(log.ids) or self.lacks_end(index) for index, log in enumerate(self.stream.logs)
         )
+
+    def lacks_end(self, index: int) -> bool:
+        """Whether the state server lacks something of a choice besides tokens."""
+        log = self.stream.logs[index]
+        return bool(log.finish and not self.has_finish[index]) or (log.is_inexact and not self.is_marked[index])
 
     def forget_acknowledged(self) -> None:
         """The state server does not have the stream: everything is written again."""
         self.is_open = False
         self.written = [0] * len(self.written)
         self.has_finish = [False] * len(self.has_finish)
+        self.is_marked = [False] * len(self.is_marked)

@@ -4,7 +4,7 @@ This router's own reads never wait for the state server. While that is away its 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
@@ -352,11 +352,7 @@ class MirroredJournalStore:
     def _mirror_on(self, request_id: str, found: Found) -> None:
         """Write on after what was found."""
         self._note_epoch(request_id, found)
-        written, has_finish = _lengths_of(found.stream.logs)
-        self.mirror.add(
-            request_id,
-            Entry(self._held(request_id), found.epoch, found.key, True, written, has_finish),
-        )
+        self.mirror.add(request_id, _entry_of(self._held(request_id), found))
 
     async def discard(self, request_id: str, owner: str) -> bool:
         """Forget a stream of an owner that this router does not have, and end it where it runs; whether there was one.
@@ -545,6 +541,15 @@ def _found(request_id: str, owner: str, response: state_pb2.ReadResponse | None)
     return found if found is not None and found.stream.record.owner == owner else None
 
 
-def _lengths_of(logs: Sequence[ChoiceLog]) -> tuple[list[int], list[bool]]:
-    """What is acknowledged of a stream that was read just now."""
-    return [len(log.ids) for log in logs], [bool(log.finish) for log in logs]
+def _entry_of(stream: StoredStream, found: Found) -> Entry:
+    """A stream of which so much is acknowledged as was read just now."""
+    logs = found.stream.logs
+    return Entry(
+        stream,
+        found.epoch,
+        found.key,
+        is_open=True,
+        written=[len(log.ids) for log in logs],
+        has_finish=[bool(log.finish) for log in logs],
+        is_marked=[log.is_inexact for log in logs],
+    )
