@@ -63,14 +63,14 @@ async def test_stream_is_read_as_it_was_appended(client):
     logprobs = [inference_pb2.Logprobs(chosen=inference_pb2.TokenLogprob(id=n, logprob=-n)) for n in (5, 6)]
     opened = write(client, record=record(2), pieces=[piece(0, 0, 5, 6, logprobs=logprobs), piece(1, 0, 9)])
     assert await append(client, opened) == [OK]
-    grown = write(client, pieces=[piece(1, 1, 8, finish=STOP, cached_tokens=2, inexact=True, numerics="n")])
-    assert await append(client, grown) == [OK]
+    grown = piece(1, 1, 8, finish=STOP, cached_tokens=2, inexact=True, numerics="n", unproven=True)
+    assert await append(client, write(client, pieces=[grown])) == [OK]
     stored = await reading(client)
     assert stored.record == record(2)
     first, second = stored.logs
     assert (list(first.ids), list(first.logprobs), first.finish) == ([5, 6], logprobs, 0)
     assert (list(second.ids), second.finish, second.cached_tokens, second.inexact) == ([9, 8], STOP, 2, True)
-    assert second.numerics == "n"
+    assert (second.numerics, first.unproven, second.unproven) == ("n", False, True)
     assert (stored.epoch, stored.owner, stored.HasField("seal")) == (1, "router-1", False)
     later = await reading(client, positions=[1])
     assert [(log.position, list(log.ids), len(log.logprobs)) for log in later.logs] == [(1, [6], 1), (0, [9, 8], 0)]

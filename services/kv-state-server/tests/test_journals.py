@@ -36,7 +36,8 @@ async def tokens(kept, name="stream"):
 
 
 async def test_stream_is_read_as_it_was_written(kept):
-    pieces = [piece(0, 0, 5, 6, logprobs=logprobs(5, 6), cached_tokens=2), piece(1, 0, 7, inexact=True, finish=STOP)]
+    first = piece(0, 0, 5, 6, logprobs=logprobs(5, 6), cached_tokens=2, unproven=True)
+    pieces = [first, piece(1, 0, 7, inexact=True, finish=STOP)]
     assert (await kept.open(pieces=pieces)).outcome == OK
     assert (await kept.append(pieces=[piece(0, 2, 8, logprobs=logprobs(8), cached_tokens=2)])).outcome == OK
     assert (await kept.append(pieces=[piece(0, 3, finish=STOP, cached_tokens=2)], seal=b"end")).outcome == OK
@@ -46,6 +47,7 @@ async def test_stream_is_read_as_it_was_written(kept):
     assert (first.ids, first.finish, first.cached_tokens, first.inexact) == (array("I", [5, 6, 8]), STOP, 2, False)
     assert first.logprobs == [each.SerializeToString() for each in logprobs(5, 6, 8)]
     assert (second.ids, second.finish, second.inexact) == (array("I", [7]), STOP, True)
+    assert (first.unproven, second.unproven) == (True, False)
 
 
 async def test_what_is_left_of_a_timeout_grows_less(kept):

@@ -1009,3 +1009,47 @@ async def test_strict_router_refuses_a_stream_whose_numerics_nobody_knows(sharin
     assert (await resume(second.client, "r-planted", "r-planted:3")).status_code == 404
     assert text_of(events_of(await whole)) == second.undisturbed("hello world", 7, 12)
     assert second.router.runs.readings == 0
+
+
+async def test_reader_that_comes_after_the_end_and_is_ahead_is_marked_too(sharing):
+    """Its first router has died, and the second one has given the whole answer to another client meanwhile."""
+    first, second = await copy_without_tokens(sharing, ("a", "b"))
+    whole = events_of(await resume(second.client, "r-planted"))
+    assert not any(marks_of(whole))
+    await mirrored(second)
+    for router in (second, first):
+        assert any(marks_of(events_of(await resume(router.client, "r-planted", "r-planted:3"))))
+        assert not any(marks_of(events_of(await resume(router.client, "r-planted", "r-planted:0"))))
+
+
+async def test_strict_router_refuses_also_the_end_of_a_stream_whose_numerics_nobody_knows(sharing):
+    first, second = await copy_without_tokens(sharing, ("a", "b"), exact_failover="strict")
+    whole = await resume(second.client, "r-planted")
+    await mirrored(second)
+    for router in (second, first):
+        assert (await resume(router.client, "r-planted", "r-planted:3")).status_code == 404
+        assert text_of(events_of(await resume(router.client, "r-planted"))) == text_of(events_of(whole))
+        assert router.router.runs.readings == 0
+
+
+@pytest.mark.parametrize("exact_failover", ["prefer", "strict"])
+async def test_reader_that_is_ahead_of_a_stream_that_began_again_elsewhere_is_told(sharing, exact_failover):
+    """A third router finds tokens in the copy, and those are of the second one."""
+    _, second = await copy_without_tokens(sharing, ("a", "b"), exact_failover=exact_failover)
+    third = await sharing.router("third", exact_failover=exact_failover)
+    for worker in sharing.workers:
+        worker.script = Script(hang_after=2)
+    reading = asyncio.create_task(resume(second.client, "r-planted"))
+    await eventually(lambda: "r-planted" in second.router.mirrored.mirror.entries)
+    await mirrored_to(second, "r-planted", 2)
+    for worker in sharing.workers:
+        worker.script = Script()
+    ahead = await resume(third.client, "r-planted", "r-planted:3")
+    if exact_failover == "strict":
+        assert ahead.status_code == 404
+        assert second.router.runs.running, "it was not taken"
+        await second.client.delete("/v1/streams/r-planted")
+    else:
+        assert any(marks_of(events_of(ahead)))
+        second.router.mirrored.mirror.note_change("r-planted")  # its next write tells it that it has lost the stream
+    await reading

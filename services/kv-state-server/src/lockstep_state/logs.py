@@ -23,6 +23,7 @@ class Log:
     cached_tokens: int = 0
     inexact: bool = False
     numerics: str = ""
+    unproven: bool = False
 
     def check(self, piece: state_pb2.Piece) -> state_pb2.WriteOutcome:
         """Whether a piece can be added: OK, GAP or CONFLICT."""
@@ -66,3 +67,4 @@ class Log:
         self.cached_tokens = piece.cached_tokens
         self.inexact = self.inexact or piece.inexact
         self.numerics = self.numerics or piece.numerics
+        self.unproven = self.unproven or piece.unproven

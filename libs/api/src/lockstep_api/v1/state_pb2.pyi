@@ -71,7 +71,7 @@ class StreamChoice(_message.Message):
     def __init__(self, stream_id: _Optional[str] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ...) -> None: ...
 
 class Piece(_message.Message):
-    __slots__ = ("choice", "position", "ids", "logprobs", "finish", "cached_tokens", "inexact", "numerics")
+    __slots__ = ("choice", "position", "ids", "logprobs", "finish", "cached_tokens", "inexact", "numerics", "unproven")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class Piece(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     INEXACT_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    UNPROVEN_FIELD_NUMBER: _ClassVar[int]
     choice: int
     position: int
     ids: _containers.RepeatedScalarFieldContainer[int]
@@ -88,7 +89,8 @@ class Piece(_message.Message):
     cached_tokens: int
     inexact: bool
     numerics: str
-    def __init__(self, choice: _Optional[int] = ..., position: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., finish: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., inexact: _Optional[bool] = ..., numerics: _Optional[str] = ...) -> None: ...
+    unproven: bool
+    def __init__(self, choice: _Optional[int] = ..., position: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., finish: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., inexact: _Optional[bool] = ..., numerics: _Optional[str] = ..., unproven: _Optional[bool] = ...) -> None: ...
 
 class Seal(_message.Message):
     __slots__ = ("outcome",)
@@ -167,7 +169,7 @@ class TakeRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., stream_id: _Optional[str] = ..., owner: _Optional[str] = ..., ttl_s: _Optional[float] = ...) -> None: ...
 
 class ChoiceLog(_message.Message):
-    __slots__ = ("position", "ids", "logprobs", "finish", "cached_tokens", "inexact", "numerics")
+    __slots__ = ("position", "ids", "logprobs", "finish", "cached_tokens", "inexact", "numerics", "unproven")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +177,7 @@ class ChoiceLog(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     INEXACT_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    UNPROVEN_FIELD_NUMBER: _ClassVar[int]
     position: int
     ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.Logprobs]
@@ -182,7 +185,8 @@ class ChoiceLog(_message.Message):
     cached_tokens: int
     inexact: bool
     numerics: str
-    def __init__(self, position: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., finish: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., inexact: _Optional[bool] = ..., numerics: _Optional[str] = ...) -> None: ...
+    unproven: bool
+    def __init__(self, position: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., finish: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., inexact: _Optional[bool] = ..., numerics: _Optional[str] = ..., unproven: _Optional[bool] = ...) -> None: ...
 
 class ReadResponse(_message.Message):
     __slots__ = ("record", "logs", "seal", "epoch", "owner", "left_s")

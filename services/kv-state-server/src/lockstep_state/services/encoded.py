@@ -97,6 +97,7 @@ def _span(log: Log, position: int) -> _Span:
         cached_tokens=log.cached_tokens,
         inexact=log.inexact,
         numerics=log.numerics,
+        unproven=log.unproven,
     )
     return _Span(log, begin, len(log.ids), rest.SerializeToString())
 

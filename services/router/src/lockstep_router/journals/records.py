@@ -105,6 +105,8 @@ class Piece:
     """Whether the choice was continued with other, or unknown, numerics."""
     numerics: str = ""
     """Those that the choice began with; empty: unknown."""
+    is_unproven: bool = False
+    """Whether the choice began again on a router that had no token of it: clients may have some of other numerics."""
 
     @property
     def size_bytes(self) -> int:
@@ -122,6 +124,7 @@ class ChoiceLog:
     cached_tokens: int = 0
     is_inexact: bool = False
     numerics: str = ""
+    is_unproven: bool = False
 
     def copied(self) -> "ChoiceLog":
         """The same, which grows by itself."""
@@ -146,6 +149,7 @@ class ChoiceLog:
         self.cached_tokens = piece.cached_tokens or self.cached_tokens
         self.is_inexact = self.is_inexact or piece.is_inexact
         self.numerics = self.numerics or piece.numerics
+        self.is_unproven = self.is_unproven or piece.is_unproven
 
 
 @dataclass(frozen=True)

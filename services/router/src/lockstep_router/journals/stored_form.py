@@ -203,6 +203,7 @@ def _log(message: state_pb2.ChoiceLog) -> ChoiceLog:
             message.cached_tokens,
             message.inexact,
             message.numerics,
+            message.unproven,
         )
     )
     return log
@@ -219,13 +220,24 @@ def to_piece(index: int, log: ChoiceLog, begin: int, end: int) -> state_pb2.Piec
         cached_tokens=log.cached_tokens,
         inexact=log.is_inexact,
         numerics=log.numerics,
+        unproven=log.is_unproven,
     )
 
 
 def pieces_of(logs: Sequence[ChoiceLog]) -> list[Piece]:
     """What logs have, as pieces that make the same logs again."""
     return [
-        Piece(index, 0, log.ids, log.logprobs, log.finish, log.cached_tokens, log.is_inexact, log.numerics)
+        Piece(
+            index,
+            0,
+            log.ids,
+            log.logprobs,
+            log.finish,
+            log.cached_tokens,
+            log.is_inexact,
+            log.numerics,
+            log.is_unproven,
+        )
         for index, log in enumerate(logs)
     ]
 

@@ -84,12 +84,17 @@ def _begun(log: ChoiceLog) -> worker_pb2.StreamTokens:
 
 def unproven(stored: StoredStream, host: Host) -> frozenset[int]:
     """The choices without a token, of a stream that another router has begun. The numerics of tokens that its client
-    may have are not known, unless all workers have the same.
+    may have are not known, unless all workers have the same. Those that began again so before are among them.
     """
-    record = stored.record
+    record, before = stored.record, begun_again(stored)
     if host.has_one_numerics(record.model, record.digest):
-        return frozenset()
-    return frozenset(index for index, log in enumerate(stored.logs) if not log.ids)
+        return before
+    return before | {index for index, log in enumerate(stored.logs) if not log.ids}
+
+
+def begun_again(stored: StoredStream) -> frozenset[int]:
+    """The choices that were unproven when a router went on with them: clients may have tokens from before that."""
+    return frozenset(index for index, log in enumerate(stored.logs) if log.is_unproven)
 
 
 def is_exact(choices: frozenset[int], position: Position) -> bool:

@@ -22,7 +22,7 @@ from lockstep_router.journals import (
     StoreAwayError,
     StoredStream,
 )
-from lockstep_router.resumption.continuation import continued, unproven
+from lockstep_router.resumption.continuation import begun_again, continued, unproven
 from lockstep_router.resumption.endings import gone, not_found
 from lockstep_router.resumption.position import Position
 from lockstep_router.resumption.run import Host, Run, record_of
@@ -88,10 +88,13 @@ class Generating:
                 run.failed = known.outcome
             if stored.outcome is not None:
                 run.record, run.tokenizer, run.logs = stored.record, tokenizer, list(stored.logs)
+                run.unproven = begun_again(stored)
                 if stored.outcome.failure is not None:
                     raise stored.outcome.failure.copied()
                 return
             run.unproven = unproven(stored, self._host)
+            for index in run.unproven:
+                stored.logs[index].is_unproven = True  # its tokens take this to the store, and to other routers
             prepared = continued(stored, tokenizer, account.tenant.priority)
             await self._generate(run, stored.record, prepared, account, list(stored.logs))
 
@@ -155,7 +158,15 @@ class Generating:
         is_inexact = prepared.journals[choice.index].is_inexact
         numerics = prepared.journals[choice.index].fingerprint or ""
         piece = Piece(
-            choice.index, len(log.ids), ids, logprobs, finish, choice.cached_tokens or 0, is_inexact, numerics
+            choice.index,
+            len(log.ids),
+            ids,
+            logprobs,
+            finish,
+            choice.cached_tokens or 0,
+            is_inexact,
+            numerics,
+            log.is_unproven,
         )
         log.add(piece)
         self._store.append(run.request_id, piece)

@@ -6,7 +6,7 @@ long. The client's connection has no part in it.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from lockstep_common.errors import ErrorCode, LockstepError
@@ -15,11 +15,11 @@ from lockstep_router import metrics
 from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.generation.style import Style
 from lockstep_router.journals import ChoiceLog, Claim, JournalStore, Outcome, StoredStream
-from lockstep_router.resumption.continuation import is_exact, unproven
+from lockstep_router.resumption.continuation import begun_again, is_exact, unproven
 from lockstep_router.resumption.endings import cancelled, draining, gone, moved, not_found
 from lockstep_router.resumption.generating import Generating, count_refused_takeover
-from lockstep_router.resumption.position import After, no_position
-from lockstep_router.resumption.reading import Reading, Source, check_position
+from lockstep_router.resumption.position import After, Position, no_position
+from lockstep_router.resumption.reading import Reading, Source, check_position, position_of
 from lockstep_router.resumption.readings import Readings
 from lockstep_router.resumption.run import Host, Run
 from lockstep_router.tenants import Account
@@ -281,6 +281,8 @@ class Runs:
         if stored.outcome is None:
             raise not_found()
         tokenizer = self._host.tokenizer(stored.record.tokenizer_digest)
+        if after is not None:
+            stored = self._as_seen_from(position_of(after, stored.record), stored)
         arrival, record = asyncio.Event(), stored.record
         name_stream(record.request_id)
         join_stream(record.traceparent)
@@ -296,6 +298,24 @@ class Runs:
             ),
             after,
         )
+
+    def _as_seen_from(self, position: Position, stored: StoredStream) -> StoredStream:
+        """A stream that has ended, as a client gets it that has so much of it, from this or an earlier run: with the
+        mark, as `_read` does it while the stream runs.
+
+        Raises:
+            LockstepError: STREAM_NOT_FOUND, it may not get a rest that may not fit what it has.
+        """
+        again = begun_again(stored)
+        if is_exact(again, position):
+            return stored
+        if self._settings.exact_failover == "strict":
+            raise not_found()
+        logs = [
+            replace(log, is_inexact=log.is_inexact or (index in again and position.tokens[index] > 0))
+            for index, log in enumerate(stored.logs)
+        ]
+        return replace(stored, logs=logs)
 
     async def _read(self, run: Run, arrival: asyncio.Event, after: After | None, *, is_resumed: bool) -> Reading:
         """Read a run to which the reader is attached already."""
