@@ -150,6 +150,22 @@ async def test_a_server_that_looks_up_and_sends_nothing_is_asked_seldom(kv, targ
         assert store._silent == 0
 
 
+async def test_after_a_silence_one_fetch_finds_out_for_all(kv, target):
+    async with opened(target, fetch_timeout_s=60.0) as store:
+        await stored(store, "a")
+        kv.sends.clear()
+        for _ in range(50):
+            if (await fetch(store, "a", Memory(), recompute_s=0.3)).outcome == "unavailable":
+                break
+        clock = store.link.clock
+        store.link.clock = lambda: clock() + 30
+        fetching = [asyncio.create_task(fetch(store, "a", Memory())) for _ in range(4)]
+        await until(lambda: sum(each.done() for each in fetching) == 3)
+        kv.sends.set()
+        results = await asyncio.gather(*fetching)
+        assert sorted(each.outcome for each in results) == ["fetched", "unavailable", "unavailable", "unavailable"]
+
+
 async def test_a_fetch_ends_when_its_blocks_would_have_been_computed(kv, target):
     async with opened(target, fetch_timeout_s=60.0) as store:
         await stored(store, "a")

@@ -192,7 +192,7 @@ class KvStore:
         """
         if not wanted.hashes or not wanted.heads:
             raise _MissError("absent")
-        if self.client.is_away or (self._silent >= _SILENT_FETCHES and self.link.clock() < self._silent_until):
+        if self.client.is_away or self._waits_in_silence:
             raise _MissError("unavailable")
         if self._fetches > _MAX_FETCHES:
             raise _MissError("gate")
@@ -226,6 +226,10 @@ class KvStore:
 
     async def _get(self, wanted: "_Wanted", choice: Choice, deadline_s: float, into: _Into) -> FetchResult:
         """Fetch blocks. What has come before a failure counts."""
+        if self._waits_in_silence:  # another fetch has begun to find out meanwhile
+            return FetchResult(0, "unavailable")
+        if self._silent >= _SILENT_FETCHES:
+            self._silent_until = self.link.clock() + _SILENT_S
         keys = [to_key(each, heads) for each in wanted.hashes[: choice.blocks] for heads in wanted.heads]
         parts = len(wanted.heads)
         reader = PartReader(keys, wanted.form, lambda index: into(*divmod(index, parts)))
@@ -273,6 +277,10 @@ class KvStore:
     def _on_return(self) -> None:
         self._returned_at = self.link.clock()
         self._probe_now.set()
+
+    @property
+    def _waits_in_silence(self) -> bool:
+        return self._silent >= _SILENT_FETCHES and self.link.clock() < self._silent_until
 
     def _note_silence(self) -> None:
         self._silent += 1
