@@ -89,6 +89,23 @@ def decodes(plan):
     return (plan.lengths == 1).all()
 
 
+class Memory:
+    """A device's memory, of which the largest step is told: what it did by the kernels is in `largest`."""
+
+    def __init__(self, steps):
+        self._steps = steps
+        self.largest = None
+
+    def free_bytes(self):
+        return 2**28  # more than a GPU's recordings take
+
+    def peak_bytes(self, work):
+        self._steps.eager, self._steps.moves = [], 0
+        work()
+        self.largest = [*self._steps.eager], self._steps.moves
+        return 2**20
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "overlap"),
     [
@@ -98,17 +115,25 @@ def decodes(plan):
     ],
 )
 def test_tokens_are_those_of_the_cpu_and_decoding_is_replayed(name, dtype, overlap, tmp_path, monkeypatch, by_triton):
+    """After the largest step, which is run before the cache has its size: by the kernels, with cold blocks, and
+    without a trace in the sampler or in the cache.
+    """
     counts = (16, 6)
     path, _ = make(name, tmp_path)
     expected = on_the_cpu(path, counts)
     by_triton()
     steps = Steps(monkeypatch)
-    with InProcessRank(path, dtype=dtype, overlap=overlap, **SETTINGS) as served:
+    memory = Memory(steps)
+    monkeypatch.setattr(rank_module, "device_memory", lambda device: memory)
+    with InProcessRank(path, dtype=dtype, overlap=overlap, **SETTINGS, max_context=128) as served:
+        (sequences,), moves = memory.largest
+        assert sequences == SETTINGS["max_seqs"]
+        assert moves > 0
         assert isinstance(served.rank.model.decoder, GpuDecoder) == (name == "qwen3")
         assert served.rank.graphs.sizes == (1, 2, 3)
         # The canary, in which blocks go cold, and as many sequences as there can be; then all sizes once more.
         assert steps.eager[-1] == 3
-        assert steps.moves > 0
+        assert steps.moves > moves
         assert not steps.replayed
         steps.eager, steps.moves = [], 0
         assert served.run(*requests(counts)) == expected
@@ -122,30 +147,6 @@ def test_tokens_are_those_of_the_cpu_and_decoding_is_replayed(name, dtype, overl
         assert served.mailbox.collectives[0] == sum(single)
         assert served.rank.builds.builds == 0
         assert served.ready.dtype == dtype
-
-
-@pytest.mark.parametrize("name", ["qwen3", further("gemma2")])
-def test_the_largest_step_is_run_before_the_cache_has_its_size(name, tmp_path, monkeypatch, by_triton):
-    """By the kernels, with cold blocks, and without a trace in the sampler or in the cache."""
-    path, _ = make(name, tmp_path)
-    expected = on_the_cpu(path, (3, 3))
-    by_triton()
-
-    class Memory:
-        def free_bytes(self):
-            return 2**28  # more than a GPU's recordings take
-
-        def peak_bytes(self, work):
-            steps.eager, steps.moves = [], 0
-            work()
-            assert steps.eager == [SETTINGS["max_seqs"]]
-            assert steps.moves > 0
-            return 2**20
-
-    monkeypatch.setattr(rank_module, "device_memory", lambda device: Memory())
-    steps = Steps(monkeypatch)
-    with InProcessRank(path, **SETTINGS, max_context=128) as served:
-        assert served.run(*requests((3, 3))) == expected
 
 
 def test_the_marks_of_a_rank_end_with_its_steps(tmp_path, monkeypatch, by_triton):
