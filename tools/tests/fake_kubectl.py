@@ -5,20 +5,19 @@ The cluster is a directory, FAKE_CLUSTER: objects as JSON files, iptables rules 
 with two workers and two routers, a load that streams, and a worker that comes back when a rank is killed. A pod whose
 command is a shell on the node really runs it, with these iptables, and restarts it when it fails, as a kubelet does.
 
-yaml and psutil are imported where they are needed: these programs are started a hundred times in a test.
+These programs are started a hundred times in a test: without the installed packages (`python -S -E`), and what only
+some commands use is imported by those.
 
 A test writes two files there. `flaw` names the fault. `kill_at` is a part of a command line: a command that contains it
 kills, when it has ended, the `lockstep` that it runs for, alone or with all its scripts (`kill_scope`: process,
 machine).
 """
 
-import contextlib
 import fcntl
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -210,6 +209,10 @@ def show(kind: str, found: list[dict], output: str) -> None:
 
 
 def apply(namespace: str, arguments: list[str]) -> None:
+    import site  # noqa: PLC0415
+    import subprocess  # noqa: PLC0415
+
+    site.main()
     import yaml  # noqa: PLC0415
 
     text = sys.stdin.read()
@@ -224,7 +227,7 @@ def apply(namespace: str, arguments: list[str]) -> None:
         (STATE / f"applied-secret-{value['metadata']['name']}").write_text(text)
     store(kind, namespace if kind in ("pod", "secret") else "", value)
     if value["spec"].get("hostNetwork") if kind == "pod" else False:
-        kubelet = [sys.executable, __file__, "kubelet", namespace, value["metadata"]["name"]]
+        kubelet = [sys.executable, "-S", "-E", __file__, "kubelet", namespace, value["metadata"]["name"]]
         quiet = subprocess.DEVNULL  # it must not hold the pipes of the command, which ends before it
         subprocess.run(kubelet, stdin=quiet, stdout=quiet, stderr=quiet, check=True)
     elif kind == "pod" and value["metadata"]["name"] == "lockstep-burst":
@@ -345,6 +348,8 @@ def helm(arguments: list[str]) -> None:
 
 def kubelet(arguments: list[str]) -> None:
     """Run a pod's container until it succeeds; its output is the pod's log. It is not a child of this process."""
+    import subprocess  # noqa: PLC0415
+
     if os.fork():
         return
     os.setsid()
@@ -417,6 +422,10 @@ def die_if_asked(line: str) -> None:
     wanted = STATE / "kill_at"
     if not wanted.exists() or wanted.read_text() not in line:
         return
+    import contextlib  # noqa: PLC0415
+    import site  # noqa: PLC0415
+
+    site.main()
     import psutil  # noqa: PLC0415
 
     wanted.unlink()

@@ -15,7 +15,7 @@ def install(state: Path) -> Path:
     programs.mkdir()
     for program in ("kubectl", "helm", "iptables"):
         script = programs / program
-        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE_KUBECTL}" {program} "$@"\n')
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -E "{FAKE_KUBECTL}" {program} "$@"\n')
         script.chmod(0o755)
     for node in ("n1", "n2"):
         (state / f"rules-{node}").write_text(OTHERS_RULES)
