@@ -1,6 +1,7 @@
 """skaffold.yaml: it keeps the rules of the schema that it uses, and all that it names exists. Needs no skaffold."""
 
 import copy
+import functools
 import os
 import subprocess
 import tomllib
@@ -32,8 +33,15 @@ KEYS = {
 }
 
 
-def load():
+@functools.cache
+def parsed():
+    """Once: it takes longer than all tests here."""
     return yaml.safe_load((ROOT / "skaffold.yaml").read_text())
+
+
+def load():
+    """A copy that may be changed."""
+    return copy.deepcopy(parsed())
 
 
 def patched(name):
