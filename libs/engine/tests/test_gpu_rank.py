@@ -205,7 +205,7 @@ def test_a_mixture_is_recorded(tmp_path, monkeypatch, by_triton):
     expected = on_the_cpu(path, (3, 3))
     by_triton()
     steps = Steps(monkeypatch)
-    with InProcessRank(path, **SETTINGS) as served:
+    with InProcessRank(path, **SETTINGS | {"max_seqs": len(PROMPTS)}) as served:
         assert served.run(*requests((3, 3))) == expected
         assert len(steps.replayed) == sum(decodes(plan) for plan in served.plans) > 0
 
@@ -217,7 +217,7 @@ def test_a_mixture_that_cannot_be_recorded_says_so_and_runs_as_it_comes(tmp_path
     expected = on_the_cpu(path, (3, 3))
     by_triton()
     steps = Steps(monkeypatch)
-    with InProcessRank(path, **SETTINGS, fast_path="preferred") as served:
+    with InProcessRank(path, **SETTINGS | {"max_seqs": len(PROMPTS)}, fast_path="preferred") as served:
         steps.eager = []
         assert served.run(*requests((3, 3))) == expected
         assert served.rank.graphs is None
