@@ -13,8 +13,9 @@ LARGE = Logprobs(TokenLogprob(1, -1.0), tuple(TokenLogprob(number, -1.0) for num
 
 
 async def test_end_of_a_call_that_its_router_does_not_read_is_one_sentence_in_the_log(worker, monkeypatch, caplog):
-    monkeypatch.setattr(service, "ABORT_TIMEOUT_S", 0.2)
-    caplog.set_level(logging.WARNING)
+    # No time at all: on a busy machine the frames may overflow before the connection is full.
+    monkeypatch.setattr(service, "ABORT_TIMEOUT_S", 0.0)
+    caplog.set_level(logging.WARNING, "lockstep.worker")  # the tests of routers want errors alone
     router = await worker.greeted()
     await router.send(submit=submit())
     await until(lambda: worker.engine.requests)
@@ -28,5 +29,5 @@ async def test_end_of_a_call_that_its_router_does_not_read_is_one_sentence_in_th
     await until(lambda: caplog.records)
     assert await router.end() == (grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
     assert [(record.levelname, record.getMessage(), record.exc_info) for record in caplog.records] == [
-        ("WARNING", f"a router did not read the end of its call within 0.2 s: {reason}", None)
+        ("WARNING", f"a router did not read the end of its call within 0 s: {reason}", None)
     ]

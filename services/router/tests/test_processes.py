@@ -217,10 +217,11 @@ async def test_none_outlives_the_parent(tmp_path):
 
 
 def _runs(pid):
-    """Whether a process runs; one whose parent has not waited for it has ended too."""
+    """Whether a process runs; one whose parent has not waited for it has ended too, with the last of its threads."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
+            state = file.read().rpartition(")")[2].split()[0]
+        return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
     except (FileNotFoundError, ProcessLookupError):  # it may end between the opening and the reading
         return False
 
