@@ -6,6 +6,7 @@ import os
 import select
 import subprocess
 import sys
+import threading
 from datetime import UTC, datetime
 
 import pytest
@@ -275,6 +276,50 @@ def test_after_a_broken_connection_lines_go_on_where_they_ended(monkeypatch):
     cluster = Changing([("a", 0, [*said("first"), None])], [("a", 0, said("second"))])
     assert followed(cluster, monkeypatch) == ([("a", "first"), ("a", "second")], [])
     assert cluster.commands[1] == ("logs", "a", "-f", "--tail=-1", "--since-time=2026-01-31T10:00:00.000Z")
+
+
+class Starting(Cluster):
+    """A pod whose container has not started at the first look; later it is followed until the release is gone, which
+    is when a line of it has been shown.
+    """
+
+    def __init__(self):
+        super().__init__([("a", "router", None)])
+        self.is_shown = False
+
+    def pods(self):
+        self.logs = [("a", "router", said("first"))]
+        return [] if self.is_shown else self.require()
+
+    def start(self, *arguments, errors):
+        process = super().start(*arguments, errors=errors)
+        return process if process.wait(0) else Unending(self, said("first"))
+
+
+class Unending(Process):
+    """It has no end of its own."""
+
+    def __init__(self, cluster, lines):
+        super().__init__(cluster, lines)
+        self._lines, self._is_killed, self.stdout = self.stdout, threading.Event(), self
+
+    def readline(self, most):
+        line = self._lines.readline(most)
+        if not line:
+            self._is_killed.wait()
+        return line
+
+    def kill(self):
+        super().kill()
+        self._is_killed.set()
+
+
+def test_a_pod_that_is_followed_by_now_is_not_named_for_an_earlier_try(monkeypatch):
+    monkeypatch.setattr(sources, "LOOK_S", 0.05)
+    cluster, failures = Starting(), []
+    for line in sources.from_release(cluster, tail=7, since="", follow_s=60.0, on_failure=failures.append):
+        cluster.is_shown = line.fields.get("message") == "first"
+    assert (len(cluster.commands), failures) == (2, [])
 
 
 def test_an_age_is_a_moment():

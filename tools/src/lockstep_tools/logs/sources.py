@@ -152,6 +152,7 @@ class _Reading:
                 return
             if line is not None:
                 self._last[name] = line.time or self._last.get(name, "")
+                self._failures.pop(name, None)  # this try reads the pod's lines, as far as is known
                 yield line
                 continue
             running = self._running.pop(name)
