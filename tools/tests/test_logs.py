@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import pytest
 from lockstep_tools import cli
 from lockstep_tools.chaos.kubectl import Kubectl
-from lockstep_tools.chaos.release import Pod
+from lockstep_tools.chaos.release import Pod, Release
 from lockstep_tools.escaping import harmless, harmless_lines
 from lockstep_tools.logs import sources
 from lockstep_tools.logs.lines import Choice, Line, moment, parse, readable
@@ -222,18 +222,22 @@ def test_both_services_of_a_release_are_read_at_once():
 
 
 class Changing(Cluster):
-    """A release whose containers, by look at its pods, are these: (pod, how often it was restarted, its lines).
+    """A release whose containers, by look at its pods, are these: (pod, how often it was restarted, its lines). They
+    have ended when their lines have been read, but for the pods that are in `running`.
 
     It changes only when the lines of all commands so far have been read.
     """
 
-    def __init__(self, *looks):
+    def __init__(self, *looks, running=()):
         super().__init__([])
-        self.looks = list(looks)
+        self.looks, self.running = list(looks), running
 
     def require(self):
         self.logs = [(name, "router", lines) for name, _, lines in self.looks[0]]
-        self.seen = [Pod(name, "router", "n", True, restarts, False, name) for name, restarts, _ in self.looks.pop(0)]
+        self.seen = [
+            Pod(name, "router", "n", True, restarts, False, name, runs=name in self.running)
+            for name, restarts, _ in self.looks.pop(0)
+        ]
         return self.seen
 
     def pods(self):
@@ -276,6 +280,28 @@ def test_after_a_broken_connection_lines_go_on_where_they_ended(monkeypatch):
     cluster = Changing([("a", 0, [*said("first"), None])], [("a", 0, said("second"))])
     assert followed(cluster, monkeypatch) == ([("a", "first"), ("a", "second")], [])
     assert cluster.commands[1] == ("logs", "a", "-f", "--tail=-1", "--since-time=2026-01-31T10:00:00.000Z")
+
+
+def test_a_container_that_still_runs_is_read_on_when_its_connection_ends(monkeypatch):
+    """`kubectl logs -f` ends with exit code 0 when the kubelet is started again."""
+    cluster = Changing([("a", 0, said("first"))], [("a", 0, said("second"))], running={"a"})
+    assert followed(cluster, monkeypatch) == ([("a", "first"), ("a", "second")], [])
+    assert cluster.commands[1] == ("logs", "a", "-f", "--tail=-1", "--since-time=2026-01-31T10:00:00.000Z")
+
+
+@pytest.mark.parametrize(
+    ("states", "runs"),
+    [(["running"], True), (["running", "running"], True), (["running", "terminated"], False), (["waiting"], False)],
+)
+def test_a_pod_runs_if_all_of_its_containers_do(states, runs):
+    class Listed:
+        def json(self, *_):
+            containers = [{"restartCount": 1, "state": {state: {}}} for state in states]
+            metadata = {"name": "a", "uid": "u", "labels": {"app.kubernetes.io/component": "router"}}
+            return {"items": [{"metadata": metadata, "spec": {}, "status": {"containerStatuses": containers}}]}
+
+    (pod,) = Release("lockstep", Listed()).pods()
+    assert (pod.runs, pod.restarts) == (runs, len(states))
 
 
 class Starting(Cluster):

@@ -30,6 +30,8 @@ class Pod:
     leaving: bool
     """It is being deleted."""
     uid: str
+    runs: bool = True
+    """All of its containers run: none waits for its start or has ended."""
 
 
 class Release:
@@ -114,14 +116,16 @@ def of(pods: Sequence[Pod], component: str) -> list[Pod]:
 def _pod(item: Mapping[str, Any]) -> Pod:
     status = item["status"]
     conditions = {condition["type"]: condition["status"] for condition in status.get("conditions", [])}
+    containers = status.get("containerStatuses", [])
     return Pod(
         name=item["metadata"]["name"],
         component=item["metadata"]["labels"][_COMPONENT],
         node=item["spec"].get("nodeName", ""),
         ready=conditions.get("Ready") == "True",
-        restarts=sum(container["restartCount"] for container in status.get("containerStatuses", [])),
+        restarts=sum(container["restartCount"] for container in containers),
         leaving="deletionTimestamp" in item["metadata"],
         uid=item["metadata"]["uid"],
+        runs=bool(containers) and all("running" in container.get("state", {}) for container in containers),
     )
 
 

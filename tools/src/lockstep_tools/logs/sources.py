@@ -79,16 +79,20 @@ def _of_services(pods: Iterable[Pod]) -> list[Pod]:
 
 def _followed(release: Release, reading: "_Reading", limits: Sequence[str], ends_at: float) -> Iterator[Line]:
     """New lines until a moment, or until the release has no pods. `kubectl logs -f` ends with its container, and knows
-    no pods that come later, so they are looked for again and again.
+    no pods that come later, so they are looked for again and again. It also ends, without an error, when the kubelet or
+    the API server is started again: a container that still runs is then read on.
     """
     begun: set[tuple[str, int]] = set()
     pods = release.require()
     while pods and time.monotonic() < ends_at:
         for pod in _of_services(pods):
             life = (pod.uid, pod.restarts)
-            if not reading.reads(pod.name) and (life not in begun or reading.has_failed(pod.name)):
+            if reading.reads(pod.name):
+                continue
+            is_new = life not in begun
+            if is_new or pod.runs or reading.has_failed(pod.name):
                 begun.add(life)
-                reading.start(pod.name, ["-f", *limits])
+                reading.start(pod.name, ["-f", *limits], goes_on=not is_new)
         yield from reading.lines(min(time.monotonic() + LOOK_S, ends_at))
         limits = ["--tail=-1"]  # of what starts from now on, everything is new
         with suppress(CommandError):  # of an API server that is away; what is being read may go on all the same
@@ -113,12 +117,12 @@ class _Reading:
         for running in self._running.values():
             running.end()
 
-    def start(self, name: str, options: Sequence[str]) -> None:
+    def start(self, name: str, options: Sequence[str], *, goes_on: bool = False) -> None:
         """Read a pod's lines: of the container that its annotation `default-container` names, which is the service.
-        Where the last try has failed after some lines, those after them, and some of them again: kubectl goes by whole
-        seconds.
+        Where this goes on with a container, or the last try has failed after some lines, those after them, and some of
+        them again: kubectl goes by whole seconds.
         """
-        if self.has_failed(name):
+        if goes_on or self.has_failed(name):
             with suppress(ValueError):  # no line, or one whose time is none
                 options = [*options, f"--since-time={moment(self._last.get(name, ''), datetime.now(UTC))}"]
         running = self._running[name] = _Running(self._kubectl, ["logs", name, *options])
