@@ -350,3 +350,22 @@ def test_the_name_that_a_worker_gives_itself_stays_in_the_bundles_folder(monkeyp
     )
     _, found = local.from_router(None, "http://127.0.0.1:8001")
     assert found.name == "worker-.._.._tmp_e_v_"
+
+
+def test_the_parent_of_a_routers_processes_answers_for_them():
+    """These have no management port, and would be named for having no stacks."""
+    wait = "print('ready', flush=True); sys.stdin.read()"
+    named = "import sys, subprocess; from lockstep_common.lifecycle import name_process; name_process({!r}); "
+    child = named.format("router") + wait
+    start = (
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE); "
+        "child.stdout.readline(); "
+    )
+    command = [sys.executable, "-c", named.format("router parent") + start + wait]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout.readline() == b"ready\n"
+        assert [each.name for each in local.below(None, parent.pid)] == ["router-parent"]
+        (child_pid,) = set(local.process_tree(parent.pid)) - {parent.pid}
+        assert [each.name for each in local.below(None, child_pid)] == ["router"]
+        parent.stdin.close()

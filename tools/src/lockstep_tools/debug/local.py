@@ -17,6 +17,7 @@ from lockstep_tools.serving.status import ADDRESS_HINT
 
 _LISTENING = "0A"  # linux/tcp_states.h
 _MAX_PROCESSES = 512
+_ROUTER_PARENT = "router-parent"
 
 
 def process_state(pid: int) -> str:
@@ -55,16 +56,20 @@ def from_router(client: httpx.Client, url: str) -> list[Process]:
 
 
 def below(client: httpx.Client, pid: int) -> list[Process]:
-    """The services among a process and its descendants.
+    """The services among a process and its descendants. A router with several processes is one: its parent answers
+    for them, and they have no management port of their own.
 
     Raises:
         CommandError: there is none.
     """
     found = []
     counts: dict[str, int] = {}
+    answered_for: set[int] = set()
     for each in process_tree(pid):
         kind, name = _service(each)
-        if kind:
+        if kind and each not in answered_for:
+            if name == _ROUTER_PARENT:
+                answered_for |= set(process_tree(each))
             counts[name] = counts.get(name, 0) + 1
             found.append(_process(client, name if counts[name] == 1 else f"{name}-{counts[name]}", each))
     if not found:
