@@ -67,6 +67,10 @@ def test_version(lockstep) -> None:
         (("chat", "--temperature", "hot"), "--temperature: not a number: 'hot'"),
         (("chat", "--temperature", "3"), "--temperature: must be between 0 and 2 (given: 3)"),
         (("chat", "--url", "nonsense"), "--url nonsense: not a URL"),
+        (("chat", "--url", "http://a..b/v1"), "--url http://a..b/v1: must have a host that is a name or an address"),
+        (("status", "--url", "http://a..b:8001"), "must have a host that is a name or an address"),
+        (("status", "--url", "http://xn--:8001"), "--url http://xn--:8001: "),
+        (("check", "--workers", "http://a..b:9001"), "--workers http://a..b:9001: not a URL"),
         (("generate", "."), "PROMPT"),
     ],
 )
@@ -135,6 +139,7 @@ def test_ports_after_the_last_one_are_refused(lockstep, model: str, options: tup
 
 def test_a_host_that_is_not_ours_is_refused(lockstep, model: str) -> None:
     assert "cannot listen on 192.0.2.1" in refused(lockstep, "serve", model, "--host", "192.0.2.1", "--port", "0")
+    assert "cannot listen on a..b:0: must have a" in refused(lockstep, "serve", model, "--host", "a..b", "--port", "0")
 
 
 def test_the_reference_model_is_the_default(lockstep, model: str, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

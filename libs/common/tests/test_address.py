@@ -4,7 +4,9 @@ import pytest
 from lockstep_common.address import check_listen_address, check_target, join_host_port, split_host_port
 
 
-@pytest.mark.parametrize("address", ["unix:/run/w0.sock", "host:1", "127.0.0.1:65535", "[::1]:50051"])
+@pytest.mark.parametrize(
+    "address", ["unix:/run/w0.sock", "host:1", "a_b.c.:1", "é.b:1", "127.0.0.1:65535", "[::1]:50051"]
+)
 def test_good_addresses_are_kept(address):
     assert check_target(address) == address
     assert check_listen_address(address) == address
@@ -27,6 +29,9 @@ def test_good_addresses_are_kept(address):
         "host:" + "9" * 5000,
         "host:\u0661",
         "::1:50051",
+        "a..b:1",
+        ".a:1",
+        "x" * 64 + ".b:1",
     ],
 )
 def test_bad_addresses_are_refused(address):

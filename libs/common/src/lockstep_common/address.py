@@ -29,14 +29,27 @@ def split_host_port(address: str) -> tuple[str, int]:
     """Host, without the brackets of an IPv6 address, and port.
 
     Raises:
-        ValueError: the address is not host:port, or the host is an IPv6 address without brackets.
+        ValueError: the address is not host:port, or the host is an IPv6 address without brackets or cannot be one.
     """
     host, _, port = address.rpartition(":")
     is_port = port.isascii() and port.isdigit() and int(port[:6]) <= _MAX_PORT
     has_brackets = host.startswith("[") and host.endswith("]")
     if not host or not is_port or (":" in host and not has_brackets):
         raise ValueError(f"must be host:port, with a port of at most {_MAX_PORT}")
-    return (host[1:-1] if has_brackets else host), int(port)
+    return check_host(host[1:-1] if has_brackets else host), int(port)
+
+
+def check_host(host: str) -> str:
+    """The host itself if it can be looked up: Python raises a UnicodeError, and no OSError, for one that cannot.
+
+    Raises:
+        ValueError: a part of it between dots is empty, or has more than 63 characters.
+    """
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise ValueError("must have a host that is a name or an address") from None
+    return host
 
 
 def join_host_port(host: object, port: object) -> str:

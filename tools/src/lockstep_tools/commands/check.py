@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 import httpx
+from lockstep_common.address import check_host
 
 from lockstep_tools.arguments import add_endpoint, real
 from lockstep_tools.escaping import harmless
@@ -194,8 +195,9 @@ async def _ready(client: httpx.AsyncClient, url: httpx.URL, address: str, name: 
 def _management_url(option: str, text: str) -> httpx.URL:
     try:
         url = httpx.URL(text)
-    except httpx.InvalidURL:
-        url = httpx.URL("")
-    if url.scheme not in ("http", "https") or not url.host or url.port is None:
+        has_host = bool(check_host(url.raw_host.decode()) and url.host)
+    except (httpx.InvalidURL, ValueError):
+        has_host = False
+    if not has_host or url.scheme not in ("http", "https") or url.port is None:
         raise CommandError(f"{option} {text}: not a URL such as http://lockstep-workers:9001", UNUSABLE)
     return url

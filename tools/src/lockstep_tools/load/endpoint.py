@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from lockstep_common.address import check_host
 
 from lockstep_tools.arguments import api_key
 from lockstep_tools.failure import UNUSABLE, CommandError
@@ -155,9 +156,11 @@ def checked_url(url: str, option: str = "--url") -> str:
     """
     try:
         parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
+        check_host(parsed.raw_host.decode())
+        host = parsed.host
+    except (httpx.InvalidURL, ValueError) as error:  # also of a name in Punycode that is none
         raise CommandError(f"{option} {url}: {error}", UNUSABLE) from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    if parsed.scheme not in ("http", "https") or not host:
         raise CommandError(f"{option} {url}: not a URL such as http://127.0.0.1:8000/v1", UNUSABLE)
     return url.rstrip("/")
 

@@ -15,7 +15,7 @@ from typing import IO, Any, Self
 
 import httpx
 from lockstep_common import ports
-from lockstep_common.address import join_host_port
+from lockstep_common.address import check_host, join_host_port
 from lockstep_common.errors import LockstepError
 
 from lockstep_tools.arguments import cores
@@ -436,6 +436,8 @@ def free_port(host: str, port: int) -> int:
         CommandError: it is taken, or the host is not an address of this machine.
     """
     try:
+        check_host(host)
         return ports.probe(host, port) if port else ports.free_port(host)
-    except OSError as error:
-        raise CommandError(f"cannot listen on {host}:{port}: {error.strerror or error}", UNUSABLE) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CommandError(f"cannot listen on {host}:{port}: {reason}", UNUSABLE) from None
