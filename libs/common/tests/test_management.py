@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import http.client
 import json
 import socket
@@ -67,6 +68,21 @@ async def test_answers_on_every_path():
         status, metrics = await ask(port, "/metrics")
         assert (status, "lockstep_test_management_total 7.0" in metrics) == (200, True)
         assert (await ask(port, "/nowhere"))[0] == 404
+
+
+async def test_without_files_for_connections_it_tries_again_after_a_pause(monkeypatch):
+    tried_at, accept = [], socket.socket.accept
+
+    def exhausted(self):
+        tried_at.append(time.monotonic())
+        if len(tried_at) <= 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(self)
+
+    async with managed("127.0.0.1", 0, READY, liveness_timeout_s=30) as port:
+        monkeypatch.setattr(socket.socket, "accept", exhausted)
+        assert await ask(port, "/healthz") == (200, '{"status":"alive"}')
+    assert tried_at[3] - tried_at[0] >= 3 * management.ACCEPT_AGAIN_S
 
 
 async def test_nothing_of_it_is_left_after_its_end():

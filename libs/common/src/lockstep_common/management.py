@@ -6,6 +6,7 @@ here serves users' requests. Connections, their lifetimes and the bytes of a req
 """
 
 import asyncio
+import errno
 import io
 import logging
 import socket
@@ -56,6 +57,12 @@ if it is large.
 
 SLOWEST_BYTES_PER_S = 1 << 18
 """Large answers, such as profiles, may be taken as slowly as this: `kubectl port-forward` from afar is not fast."""
+
+ACCEPT_AGAIN_S = 0.1
+"""Pause after a connection could not be accepted for want of files or memory. It waits in the kernel's queue, so that
+without a pause the thread would try again at once, without end, and take Python's lock from the loop.
+"""
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 _BEAT_S = 0.25
 ASK_TIMEOUT_S = 1.5  # below the timeouts of probes, so that they get an answer from a busy process
@@ -298,7 +305,12 @@ class _Server(ThreadingMixIn, TCPServer):
 
     def get_request(self) -> tuple[Any, Any]:
         """Accept a connection. Its TLS handshake runs in its own thread."""
-        connection, address = super().get_request()
+        try:
+            connection, address = super().get_request()
+        except OSError as error:
+            if error.errno in _EXHAUSTED:
+                time.sleep(ACCEPT_AGAIN_S)
+            raise
         if self._tls is not None:
             connection = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         return connection, address
