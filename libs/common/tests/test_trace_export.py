@@ -5,6 +5,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.trace_context import TraceContext
 from lockstep_common.tracing import (
     Kept,
@@ -37,6 +38,19 @@ def parsed(content):
 
     (of_process,) = ExportTraceServiceRequest.FromString(content).resource_spans
     return of_process
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "protocol", "compression"),
+    [("http://[::1", "grpc", ""), ("http://[::1", "http", ""), ("http://c:4317", "grpc", "zstd")],
+)
+def test_what_the_sdk_does_not_take_is_a_sentence(monkeypatch, endpoint: str, protocol, compression: str):
+    """Services end with exit code 2 and that sentence: another start cannot help."""
+    if compression:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", compression)
+    with pytest.raises(LockstepError, match=r"^otlp_endpoint cannot be used, or .* \(\w+\)$") as refused:
+        make_tracing(TraceOptions(endpoint, protocol, 1.0, 10.0), {"service.name": "x"})
+    assert refused.value.code is ErrorCode.INVALID_REQUEST
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Protocol
 
+from lockstep_common.errors import invalid
 from lockstep_common.tracing.batch import SpanBatch
 from lockstep_common.tracing.kept import KEPT_SPANS
 from lockstep_common.tracing.options import Given, TraceOptions, trace_options
@@ -47,14 +48,24 @@ def setup_tracing(service: str, instance: str, settings: ServiceGiven) -> Tracin
 
 
 def make_tracing(options: TraceOptions, resource: Mapping[str, str]) -> Tracing:
-    """Traces that are exported by OTLP, if there is a collector, and whose newest spans this process keeps."""
+    """Traces that are exported by OTLP, if there is a collector, and whose newest spans this process keeps.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, OpenTelemetry's SDK does not take the address or one of its own variables.
+    """
     batch = SpanBatch(KEPT_SPANS.add)
     KEPT_SPANS.configure(resource, batch.encode)
     if not options.endpoint:
         return Tracing(ratio=options.ratio, slow_s=options.slow_s, export=batch.add)
     from lockstep_common.tracing.otlp import OtlpExport  # noqa: PLC0415 - the SDK is for those who trace
 
-    exporter = OtlpExport(options, resource)
+    try:
+        exporter = OtlpExport(options, resource)
+    except (OSError, MemoryError):  # another start may help
+        raise
+    except Exception as error:  # the SDK reads its variables itself and raises anything; its words may quote a secret
+        reason = f"cannot be used, or a variable OTEL_EXPORTER_OTLP_… beside it ({type(error).__name__})"
+        raise invalid("otlp_endpoint", reason) from None
     queue = SpanQueue(exporter.export, exporter.shutdown, batch.encode)
     batch.takers.append(queue.put)
     return Tracing(ratio=options.ratio, slow_s=options.slow_s, export=batch.add, on_close=queue.close)
