@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import logging
+import socket
+import threading
 from datetime import datetime, timedelta
 
 import pytest
@@ -125,6 +127,50 @@ async def test_the_systems_resolver_is_asked():
     async with running(Dns(["localhost:9000", "no.such.host.invalid:1"], 60)) as heard:
         await eventually(lambda: WorkerAddress("127.0.0.1:9000") in heard.workers, timeout_s=20)
         assert "no.such.host.invalid:1" in heard.report.problem
+
+
+class SlowResolver:
+    """A system's resolver without a DNS server that answers."""
+
+    def __init__(self, monkeypatch):
+        self.calls, self.answers = 0, threading.Event()
+        monkeypatch.setattr(socket, "getaddrinfo", self)
+
+    def __call__(self, *_, **__):
+        self.calls += 1
+        self.answers.wait()
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 9000))]
+
+
+def test_a_resolver_that_does_not_answer_keeps_no_process_from_ending(monkeypatch):
+    resolver = SlowResolver(monkeypatch)
+
+    async def look_up():
+        looking = asyncio.create_task(Dns(["workers:9000"], 60).resolve())
+        await eventually(lambda: resolver.calls)
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+
+    router = threading.Thread(target=asyncio.run, args=(look_up(),), daemon=True)
+    try:
+        router.start()
+        router.join(30)
+        assert not router.is_alive()
+    finally:
+        resolver.answers.set()
+
+
+async def test_a_name_that_is_being_looked_up_is_not_looked_up_again(monkeypatch):
+    resolver, dns = SlowResolver(monkeypatch), Dns(["workers:9000"], 60)
+    try:
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await dns.resolve()
+    finally:
+        resolver.answers.set()
+    assert await dns.resolve() == ({WorkerAddress("10.0.0.1:9000")}, "")
+    assert resolver.calls <= 2
 
 
 # What EndpointSlices say.

@@ -8,6 +8,8 @@ import asyncio
 import random
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from threading import Thread
 
 from lockstep_common.address import join_host_port, split_host_port
 
@@ -30,7 +32,7 @@ class Dns:
     def __init__(self, names: Sequence[str], interval_s: float, look_up: LookUp | None = None) -> None:
         self._names = names
         self._interval_s = interval_s
-        self._look_up = look_up or _resolve_with_system
+        self._look_up = look_up or SystemResolver()
         self._known: dict[str, frozenset[WorkerAddress]] = {}
 
     async def run(self, report: Report) -> None:
@@ -64,10 +66,39 @@ class Dns:
         return frozenset(WorkerAddress(join_host_port(address, port)) for address in addresses)
 
 
-async def _resolve_with_system(host: str, port: int) -> list[str]:
-    loop = asyncio.get_running_loop()
-    entries = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
-    return [str(address[0]) for *_, address in entries]
+class SystemResolver:
+    """Asks the system's resolver in threads that nothing waits for, one for each name. The loop's own look-ups would
+    keep the process from ending for as long as the resolver takes, which without a DNS server is minutes.
+    """
+
+    def __init__(self) -> None:
+        self._looking: dict[tuple[str, int], asyncio.Future[list[str]]] = {}
+        """What threads look up now. Whoever asks meanwhile gets the same answer."""
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        """The addresses of a name.
+
+        Raises:
+            OSError: there is no answer, or no address.
+        """
+        looking = self._looking.get((host, port))
+        if looking is None:
+            looking = asyncio.get_running_loop().create_future()
+            Thread(target=self._look_up, args=(host, port, looking), name="dns", daemon=True).start()
+            self._looking[host, port] = looking
+            looking.add_done_callback(lambda _: self._looking.pop((host, port)))
+        return await asyncio.shield(looking)
+
+    @staticmethod
+    def _look_up(host: str, port: int, looking: "asyncio.Future[list[str]]") -> None:
+        loop = looking.get_loop()
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            try:
+                entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+            except Exception as error:  # as of a look-up that is awaited
+                loop.call_soon_threadsafe(looking.set_exception, error)
+            else:
+                loop.call_soon_threadsafe(looking.set_result, [str(address[0]) for *_, address in entries])
 
 
 def _describe(error: BaseException) -> str:
