@@ -177,3 +177,21 @@ def test_it_listens_on_a_port():
     with running(f"127.0.0.1:{free_port()}") as process:
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
+
+
+def test_what_the_event_loop_waits_for_does_not_hold_up_the_end(listen):
+    """Such as a look-up of Redis' name without a DNS server that answers."""
+    code = (
+        "import asyncio, sys, time; from lockstep_state import server; run = server.run\n"
+        "async def busy(*given):\n"
+        "    asyncio.get_running_loop().run_in_executor(None, time.sleep, 600); print('busy', flush=True)\n"
+        "    await run(*given)\n"
+        "server.run = busy; server.main(['--management-port', '0', '--listen', sys.argv[1]])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, listen], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "busy\n"
+    process.send_signal(signal.SIGTERM)
+    code, said = ended(process)
+    assert (code, '"message":"stopped"' in said) == (0, True)

@@ -243,3 +243,25 @@ async def test_taken_port_is_one_sentence():
         _, errors = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 2
     assert errors.decode().splitlines() == [f"cannot listen on 127.0.0.1:{port}: Address already in use"]
+
+
+async def test_what_the_event_loop_waits_for_does_not_hold_up_the_end():
+    """Such as a look-up without a DNS server that answers: the last lines are there all the same."""
+    code = (
+        "import asyncio, time; from lockstep_router.server import run\n"
+        "from lockstep_router.settings import RouterSettings\n"
+        "def begin(_):\n"
+        "    asyncio.get_running_loop().run_in_executor(None, time.sleep, 600); print('listening', flush=True)\n"
+        "run(RouterSettings(workers='unix:/nowhere', port=0, management_port=0), on_listening=begin)"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        assert await asyncio.wait_for(process.stdout.readline(), 60) == b"listening\n"
+        process.send_signal(signal.SIGTERM)
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert (process.returncode, json.loads(errors.splitlines()[-1])["message"]) == (0, "stopped")

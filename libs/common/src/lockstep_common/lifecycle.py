@@ -2,8 +2,10 @@
 
 import asyncio
 import ctypes
+import logging
 import os
 import signal
+import threading
 
 from setproctitle import setproctitle
 
@@ -11,6 +13,7 @@ DIE_WITH_PARENT_VARIABLE = "LOCKSTEP_DIE_WITH_PARENT"
 """A parent sets this so that the kernel kills its children when it dies for any reason."""
 
 _PR_SET_PDEATHSIG = 1
+_CLOSE_S = 1.0
 
 
 def name_process(name: str) -> None:
@@ -63,3 +66,20 @@ def stop_event() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     return event
+
+
+def end_soon(code: int = 0) -> None:
+    """End the process with this code in a second, if it has not ended by itself; called when all is done.
+
+    The event loop waits, when it is closed, for what its threads still do: for look-ups of the system's resolver, which
+    take minutes when no DNS server answers.
+    """
+
+    def end() -> None:
+        for handler in logging.root.handlers:
+            handler.flush()
+        os._exit(code)
+
+    timer = threading.Timer(_CLOSE_S, end)
+    timer.daemon = True
+    timer.start()

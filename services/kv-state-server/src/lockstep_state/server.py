@@ -85,6 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 async def _until_signal(settings: StateSettings) -> None:
     await run(settings, lifecycle.stop_event())
+    lifecycle.end_soon()
 
 
 async def run(settings: StateSettings, stop: asyncio.Event) -> None:

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from lockstep_common import telemetry
 from lockstep_common.errors import LockstepError
 from lockstep_common.garbage import spare_existing_objects
-from lockstep_common.lifecycle import name_process, stop_event
+from lockstep_common.lifecycle import end_soon, name_process, stop_event
 from lockstep_common.management import Reports, managed
 from lockstep_common.settings import fail
 from lockstep_common.termination import leave_message
@@ -139,7 +139,7 @@ def run(
     raise_file_limit(settings)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
-        uvloop.run(serve(settings, listener, reporting, on_listening))
+        uvloop.run(_serve_to_the_end(settings, listener, reporting, on_listening))
     except LockstepError as error:
         fail(error.message, settings.termination_log)
     except Exception as error:
@@ -255,6 +255,13 @@ async def _until_ready(router: Router) -> None:
     until = asyncio.get_running_loop().time() + router.settings.connect_timeout_s
     while router.unready is not None and await router.workers.wait_change(until):
         pass
+
+
+async def _serve_to_the_end(
+    settings: RouterSettings, listener: socket.socket, reporting: Reporting, on_listening: OnListening
+) -> None:
+    await serve(settings, listener, reporting, on_listening)
+    end_soon()
 
 
 async def serve(
