@@ -5,6 +5,7 @@ import json
 
 import httpx
 import pytest
+from lockstep_api.v1 import worker_pb2
 from lockstep_common.tracing import Tracing
 from lockstep_router import metrics
 from lockstep_router.text.tokenizer import Tokenizer
@@ -176,6 +177,49 @@ class SlowTransport(httpx.ASGITransport):
             await app(scope, receive, slow_send)
 
         super().__init__(app=slow_app)
+
+
+class PausingTransport(httpx.ASGITransport):
+    """A client that stops reading after its first message, until it is let."""
+
+    def __init__(self, app):
+        self.may_read = asyncio.Event()
+
+        async def pausing_app(scope, receive, send):
+            async def pausing_send(message):
+                if message["type"] == "http.response.body":
+                    await self.may_read.wait()
+                await send(message)
+
+            await app(scope, receive, pausing_send)
+
+        super().__init__(app=pausing_app)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_failure_after_a_stop_string_is_not_the_answers(make_cluster, n):
+    """A slow reader's stop string is found when it reads: its stream has gone on until then."""
+    cluster = await make_cluster(1)
+    ids = cluster.tokenizer.encode("one two three four five six", add_special_tokens=False)
+    rejected = worker_pb2.Rejected(code="internal", message="bad")
+    worker = cluster.workers[0]
+    worker.script = Script(token=lambda _prompt_ids, _seed, at: ids[at % len(ids)], reject_after=40, rejection=rejected)
+    transport = PausingTransport(cluster.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        body = BODY | {"stream": True, "stop": " six", "n": n, "stream_options": {"include_usage": True}}
+        asking = asyncio.create_task(client.post("/v1/completions", json=body))
+        await eventually(lambda: len(worker.submits) == n)
+        records = cluster.router.workers.history.streams
+        await eventually(lambda: all(record.outcome == "internal" for record in records))
+        transport.may_read.set()
+        events = events_of(await asking)
+    assert events[-1] == (None, "[DONE]")
+    choices = [data["choices"][0] for _, data in events[:-1] if data["choices"]]
+    for index in range(n):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["text"] for choice in own) == "one two three four five"
+        assert own[-1]["finish_reason"] == "stop"
+    assert events[-2][1]["usage"]["completion_tokens"] == n * len(ids)
 
 
 async def test_full_router_says_when_to_come_back(make_cluster):

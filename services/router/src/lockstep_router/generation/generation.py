@@ -81,6 +81,8 @@ class Generation:
     _collecting: asyncio.Task[Any] | None = None
     """The task of `collect`, while the only stream runs in it and is wanted."""
     _failure: BaseException | None = None
+    _failed: tuple[tuple[int, BaseException], ...] = ()
+    """The streams that have failed, and with what."""
 
     def __init__(
         self,
@@ -122,7 +124,7 @@ class Generation:
             await self._restore()
             for stream, choice in zip(self._streams, self._choices, strict=True):
                 task = asyncio.create_task(_nothing() if choice.is_finished else stream.run())
-                task.add_done_callback(self._note_end)
+                task.add_done_callback(partial(self._note_end, choice.index))
                 self._tasks.append(task)
                 if len(self._tasks) % _STARTED_AT_ONCE == 0:
                     await asyncio.sleep(0)
@@ -275,7 +277,8 @@ class Generation:
                 while it is not ready is yielded again, before the sink gets more.
 
         Raises:
-            LockstepError: one of the streams cannot continue; its deltas have been yielded before.
+            LockstepError: one of the streams cannot continue, and its choice is not finished; its deltas have been
+                yielded before.
         """
         while not self.is_finished:
             self._sink = sink
@@ -287,12 +290,14 @@ class Generation:
                     self._lane.close()
             self._arrival.clear()
             # Read before the updates are taken, so that a stream's last deltas are yielded before its failure.
-            failure = self._failure
+            failure, failed = self._failure, self._failed
             gained = [delta for index in range(len(self._streams)) for delta in self._advance(index)]
             if gained:
                 yield gained
-            if failure is not None:
-                raise failure
+            # A client that read slowly may have a stop string among the last deltas: what came after it is not wanted.
+            needed = (error for index, error in failed if not self._choices[index].is_finished)
+            if (error := failure or next(needed, None)) is not None:
+                raise error
 
     def fail(self, error: LockstepError) -> None:
         """End it: what reads it gets the error, after the deltas that have arrived."""
@@ -300,9 +305,9 @@ class Generation:
         if self.runs_alone:
             self._stop(0)
 
-    def _note_end(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = self._failure or task.exception()
+    def _note_end(self, index: int, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failed += ((index, error),)
             self._arrival.set()
 
     def _give(self, index: int, update: worker_pb2.StreamTokens) -> bool:
