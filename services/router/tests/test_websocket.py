@@ -333,6 +333,28 @@ async def test_a_cancel_at_the_moment_when_the_stream_begins_ends_it(cluster, mo
         await eventually(lambda: (cluster.router.streams, cluster.router.runs.detached) == (0, 0))
 
 
+async def test_a_cancel_before_there_is_something_to_read_ends_the_stream_that_others_began(make_cluster):
+    cluster = await make_cluster(0, ready=False, keepalive_interval_s=0.05)  # requests wait for a worker
+    body = {"model": "reference", "prompt": "hello world", "stream": True}
+    async with asyncio.timeout(60), cluster.over_http() as client, socket_of(client) as socket:
+        headers = {"idempotency-key": "k"}
+        async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+            stream = response.headers["x-lockstep-stream-id"]
+            await socket.send(type="resume", id="resumed", stream=stream)
+            await eventually(lambda: cluster.router.runs.readings == 2)
+            await socket.send(type="cancel", id="resumed")
+            assert [each["error"]["code"] for each in await socket.answer("resumed")] == ["cancelled"]
+            assert '"code":"cancelled"' in (await response.aread()).decode()
+        async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+            joining = {"type": "generate", "id": "joined", "endpoint": "completions", "idempotency_key": "k"}
+            await socket.send(**joining, body=body)
+            await eventually(lambda: cluster.router.runs.readings == 2)
+            await socket.send(type="cancel", id="joined")
+            assert [each["error"]["code"] for each in await socket.answer("joined")] == ["cancelled"]
+            assert '"code":"cancelled"' in (await response.aread()).decode()
+        await eventually(lambda: cluster.router.requests == 0)
+
+
 async def test_full_server_closes_an_idle_socket_and_keeps_a_busy_one(make_cluster):
     cluster = await make_cluster(1, max_connections=2)
     cluster.workers[0].script = Script(delay_s=0.05)

@@ -259,15 +259,16 @@ class Session:
         # A request with a key may be answered by an earlier one, which is among the tenant's streams.
         await (record.account.admit() if message.idempotency_key is None else record.account.admit_reading())
         # A client that does not want to come back has no use for what goes on without it.
-        request.is_unwanted = message.body.get("resumable") is False
+        ends_with_request = message.body.get("resumable") is False
         generation_request, style, key = await self._turns.run(
             size_bytes, partial(self._generation_request, message, record)
         )
 
         def on_stream(stream_id: str, is_resumed: bool) -> None:
-            # At once: it may be cancelled before this request reads it. Not if another request began it.
-            if not is_resumed:
-                request.stream_id = stream_id
+            # At once: it may be cancelled before this request reads it.
+            request.stream_id = stream_id
+            # If another request began the stream, its client may want it.
+            request.is_unwanted = ends_with_request and not is_resumed
 
         starting = self._router.runs.start(
             generation_request, record.account, style, owner=self._owner(record), key=key, on_stream=on_stream
@@ -280,9 +281,7 @@ class Session:
             raise
         record.release_body()
         record.resumed = reading.is_resumed
-        if reading.is_resumed:  # another request began the stream, and its client may want it
-            request.is_unwanted = False
-        else:
+        if not reading.is_resumed:
             record.prompt_tokens = reading.record.prompt_tokens
         await self._answer(reading, request)
 
@@ -292,7 +291,12 @@ class Session:
         await record.account.admit_reading()
         given = message.last_event_id
         after = None if given is None else After.parse(given, "last_event_id")
-        reading = await self._router.runs.resume(message.stream, self._owner(record), record.account, after)
+        request.stream_id = message.stream  # it may be cancelled while it is prepared, or taken from another router
+        try:
+            reading = await self._router.runs.resume(message.stream, self._owner(record), record.account, after)
+        except LockstepError:
+            request.stream_id = None
+            raise
         await self._answer(reading, request)
 
     async def _answer(self, reading: Reading, request: _Request) -> None:
