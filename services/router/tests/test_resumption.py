@@ -4,6 +4,8 @@ import asyncio
 import gc
 import json
 import logging
+import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,7 +16,7 @@ from lockstep_router.generation.generation import Generation
 from lockstep_router.resumption.reading import Reading
 from lockstep_router.status import status_body
 from router_cluster import events_of, eventually
-from scripted_worker import Script, model_card
+from scripted_worker import Script, ScriptedWorker, model_card
 
 BODY = {"model": "reference", "prompt": "hello world", "max_tokens": 12, "seed": 7, "user": "u"}
 STREAM = BODY | {"stream": True, "resumable": True}
@@ -406,6 +408,24 @@ async def test_deadline_holds_without_a_client(cluster):
         await eventually(lambda: cluster.router.runs.running == 0)
         rest = events_of(await resume(client, stream_id, before[-1][0]))
     assert rest[-1][1]["error"]["code"] == "deadline_exceeded"
+
+
+async def test_deadline_that_is_kept_counts_from_the_arrival(make_cluster):
+    """Not from when the request's model had its first worker: another router goes by it."""
+    cluster = await make_cluster(0, ready=False)
+    worker = ScriptedWorker("late", Path(cluster.router.settings.workers[0].removeprefix("unix:")))
+    asking = asyncio.create_task(
+        cluster.client.post("/v1/completions", json=STREAM, headers={"x-request-timeout": "90"})
+    )
+    await eventually(lambda: cluster.router.requests == 1)
+    latest = time.time() + 90
+    await eventually(lambda: time.time() > latest - 89.5)
+    await worker.start()
+    try:
+        stream_id = (await asking).headers["x-lockstep-stream-id"]
+        assert latest - 60 < cluster.router.journals.held(stream_id).record.deadline_at <= latest
+    finally:
+        await worker.kill()
 
 
 async def test_resumes_are_counted(cluster):

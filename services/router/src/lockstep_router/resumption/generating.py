@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -56,13 +57,15 @@ class Generating:
 
         async def generate() -> None:
             nonlocal request
+            timeout_s = request.caller.timeout_s
+            # From the arrival on: to be prepared, a request may wait for its model's first worker.
+            deadline_at = None if timeout_s is None else time.time() + timeout_s
             prepared = await self._host.prepare(request, account)
             for journal in prepared.journals:
                 journal.run_id = run.request_id
-            deadline_s = request.caller.timeout_s
             session = request.caller.session
             del request
-            record = record_of(run, prepared, style, session, deadline_s)
+            record = record_of(run, prepared, style, session, deadline_at)
             await self._store.open(record)
             run.is_kept = True
             await self._generate(run, record, prepared, account, [ChoiceLog() for _ in record.choices])

@@ -127,16 +127,15 @@ class Run:
                 self.task.cancel()
 
 
-def record_of(run: Run, prepared: Prepared, style: Style, session: str, timeout_s: float | None) -> RequestRecord:
-    """What is kept of a request; `timeout_s` is its own."""
-    now = time.time()
+def record_of(run: Run, prepared: Prepared, style: Style, session: str, deadline_at: float | None) -> RequestRecord:
+    """What is kept of a request; `deadline_at` is the end of its own timeout, in seconds since 1970."""
     return RequestRecord(
         request_id=run.request_id,
         owner=run.owner,
         model=prepared.card.name,
         digest=prepared.card.digest,
         tokenizer_digest=prepared.card.tokenizer_digest,
-        created=int(now),
+        created=int(time.time()),
         style=style,
         stops=prepared.stops,
         prompts=tuple(array("I", prompt.ids) for prompt in prepared.prompts),
@@ -145,6 +144,6 @@ def record_of(run: Run, prepared: Prepared, style: Style, session: str, timeout_
         tenant=prepared.journals[0].tenant,
         session=session,
         parsing=prepared.parsing,
-        deadline_at=None if timeout_s is None else now + timeout_s,
+        deadline_at=deadline_at,
         traceparent=prepared.journals[0].traceparent,
     )
