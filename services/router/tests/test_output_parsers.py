@@ -317,6 +317,23 @@ def test_an_answer_ends_after_the_most_calls(name):
     assert parser.finish() == []
 
 
+@pytest.mark.parametrize(
+    ("name", "broken", "arguments"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', '{"a": 1}'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', ""),
+        ("llama3", '{"name": "add", "parameters": {"a": 1};', '{"a": 1}'),
+        ("mistral", '[TOOL_CALLS]add{"a": <', '{"a": '),
+        ("json", '[{"name": "add", "arguments": {"a": 1}; ', '{"a": 1}'),
+    ],
+)
+def test_a_broken_call_is_one_of_the_most(name, broken, arguments):
+    parser, others = parser_of(SYNTAXES[name], most=1), '<tool_call>{"name": "add"}</tool_call>[TOOL_CALLS]add{} ok'
+    assert joined(parser.feed(broken + others)) == [call("add", arguments)]
+    assert parser.has_ended
+    assert parser.finish() == []
+
+
 @pytest.mark.parametrize("size", [1 << 10, 1 << 20])
 def test_an_object_without_a_name_for_too_long_is_content(size):
     text = '<tool_call>{"x": "' + "y" * (2 * MAX_HELD_CHARS) + '", "name": "add"}</tool_call>'

@@ -308,8 +308,9 @@ class JsonCalls:
 
     def _go_on(self, *, is_complete: bool, is_invalid: bool) -> bool:
         """The next state after a part of a call; returns whether there is one."""
-        if is_complete:
+        if is_complete or is_invalid:  # a call that the model has broken off is a call, too
             self.has_ended = self.count == self._calls.most
+        if is_complete:
             self._state = self._after
         elif is_invalid:
             self._is_in_list = False
