@@ -37,6 +37,23 @@ async def test_waiting_for_the_first_token_brings_headers_and_comments(make_clus
         assert [await anext(lines) for _ in range(4)] == [COMMENT, "", COMMENT, ""]
 
 
+async def test_client_that_comes_back_before_there_is_a_worker_gets_comments_too(make_cluster):
+    cluster = await make_cluster(0, ready=False, keepalive_interval_s=0.1)
+    body = BODY | {"stream": True, "resumable": True}
+    async with (
+        asyncio.timeout(30),
+        cluster.over_http() as client,
+        client.stream("POST", "/v1/completions", json=body) as first,
+    ):
+        stream_id = first.headers["x-lockstep-stream-id"]
+        async with client.stream("GET", f"/v1/streams/{stream_id}") as response:
+            assert (response.status_code, response.headers["x-lockstep-stream-id"]) == (200, stream_id)
+            lines = response.aiter_lines()
+            assert [await anext(lines) for _ in range(4)] == [COMMENT, "", COMMENT, ""]
+        foreign = await client.get(f"/v1/streams/{stream_id}", headers={"authorization": "Bearer another-one"})
+        assert foreign.status_code == 404
+
+
 async def test_answer_after_comments_is_whole(make_cluster):
     cluster = await make_cluster(1, keepalive_interval_s=0.1)
     cluster.workers[0].script = Script(delay_s=0.3)

@@ -811,7 +811,7 @@ async def test_stream_goes_on_after_its_earlier_run_has_closed_the_journal(shari
     fail(sharing, after=None)
     runs, read = first.router.runs, first.router.journals.read
     stored = await read(stream_id)
-    earlier = Run(stored.record.owner, stream_id)
+    earlier = Run(stored.record.owner, stored.record.style, stream_id)
     earlier.cancel(gone())
 
     async def read_while_it_ends(request_id):

@@ -56,9 +56,10 @@ class Host(Protocol):
 class Run:
     """One generation that runs, or is being prepared."""
 
-    def __init__(self, owner: str, request_id: str | None = None) -> None:
+    def __init__(self, owner: str, style: Style, request_id: str | None = None) -> None:
         self.request_id = request_id or f"r-{secrets.token_hex(_ID_BYTES)}"
         self.owner = owner
+        self.style = style
         self.is_taken = request_id is not None
         """It goes on after an earlier run, whose clients may have had more than the store knows."""
         self.is_kept = False

@@ -32,6 +32,8 @@ for _outcome in ("continued", "finished", "not_found", "away", "refused"):
 _EXPIRE_EVERY_S = 1.0
 OnStream = Callable[[str, bool], None]
 """Gets a stream's id, and whether another request began it."""
+OnRun = Callable[[Style], None]
+"""Gets the form of a running stream's answer."""
 _CLAIM_TRIES = 8
 """Tries to get an idempotency key whose stream is just ending."""
 
@@ -131,7 +133,7 @@ class Runs:
                 STREAM_NOT_FOUND for `after`; OVERLOADED.
         """
         for _ in range(_CLAIM_TRIES):
-            run = Run(owner)
+            run = Run(owner, style)
             self._runs[run.request_id] = run  # before the claim: who finds that finds the run
             first: Claim | None = None
             try:
@@ -151,7 +153,14 @@ class Runs:
                 return reading
         raise LockstepError(ErrorCode.UNAVAILABLE, "the request's first stream is ending", retry_after_s=1)
 
-    async def resume(self, request_id: str, owner: str, account: Account, after: After | None = None) -> Reading:
+    async def resume(
+        self,
+        request_id: str,
+        owner: str,
+        account: Account,
+        after: After | None = None,
+        on_run: OnRun = lambda _: None,
+    ) -> Reading:
         """Read a stream that an earlier request started, here or on another router. The caller closes the reading.
 
         Args:
@@ -159,6 +168,7 @@ class Runs:
             owner: names whose it has to be.
             account: of the tenant, for a stream that goes on here.
             after: the last event that the client has.
+            on_run: called with the form of the answer if the stream runs, long before there is something to read.
 
         Raises:
             LockstepError: STREAM_NOT_FOUND, there is none of this owner; INVALID_REQUEST, `after` is not one of its
@@ -166,6 +176,9 @@ class Runs:
                 now; as from `Router.run` for a stream that goes on here.
         """
         try:
+            run = self._runs.get(request_id)
+            if run is not None and run.owner == owner and run.end is None:
+                on_run(run.style)
             reading = await self._resume(request_id, owner, account, after)
         except LockstepError as error:
             outcome = {ErrorCode.STREAM_NOT_FOUND: "not_found", ErrorCode.INVALID_REQUEST: "invalid"}
@@ -268,7 +281,7 @@ class Runs:
                 if self._settings.exact_failover == "strict" and not is_exact(unproven(stored, self._host), position):
                     raise not_found()
             join_stream(stored.record.traceparent)  # first: the call that takes it is a part of its trace
-            run = Run(owner, request_id)
+            run = Run(owner, stored.record.style, request_id)
             arrival = self._attach(run, account, is_own=True)
             self._runs[request_id] = run
             run.task = asyncio.create_task(self._generating.go_on(run, account, stored))

@@ -124,7 +124,13 @@ async def answer_resumed(
     Raises:
         LockstepError: nothing has been written yet, or the stream has failed.
     """
-    reading = await router.runs.resume(request_id, owner, record.account, after)
+
+    def on_run(style: Style) -> None:
+        # It may wait for its model's first worker, and its client would be without a comment until then.
+        if style.stream:
+            client.expect_events({STREAM_HEADER: request_id})
+
+    reading = await router.runs.resume(request_id, owner, record.account, after, on_run)
     await _write(router, reading, record, client)
 
 
