@@ -67,6 +67,7 @@ def test_addresses_that_mean_the_same_are_one(url, root):
     assert Routers([url, root], avoid_s=5.0, clock=Clock(), random=random.Random(1)).roots == (root,)
 
 
-def test_address_that_cannot_be_one_is_refused():
+@pytest.mark.parametrize("url", ["http://10.0.0.1/\x00", "http://a..b/v1", f"grpc://{'a' * 64}.example:9000"])
+def test_address_that_cannot_be_one_is_refused(url):
     with pytest.raises(ValueError, match="base_urls"):
-        root_of("http://10.0.0.1/\x00")
+        root_of(url)

@@ -309,6 +309,8 @@ async def test_failures_are_logged_rarely_and_without_their_words(monkeypatch, c
         "http://host:1",
         "redis://host:99999",
         "redis://host:x",
+        "redis://host:6379/limits",
+        "redis://host:6379/0/1",
         f"redis://:{PASSWORD}@host:6379/0",
         f"redis://user:{PASSWORD}@host:6379",
         f"redis://host:6379/0?password={PASSWORD}",
@@ -325,7 +327,9 @@ def test_addresses_that_cannot_be_used_are_refused_without_being_quoted(address,
     assert PASSWORD not in sentence
 
 
-@pytest.mark.parametrize("address", ["memory", "redis://host", "rediss://user@host:6380/2", "redis://[::1]:6379"])
+@pytest.mark.parametrize(
+    "address", ["memory", "redis://host", "redis://host/", "rediss://user@host:6380/2", "redis://[::1]:6379"]
+)
 def test_addresses_that_can_be_used(address):
     assert RouterSettings(workers=["unix:/a"], limits_storage=address).limits_storage == address
 

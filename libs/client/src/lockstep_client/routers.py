@@ -58,8 +58,9 @@ def root_of(base_url: str) -> str:
     if parts.scheme in _GRPC_SCHEMES and (parts.port is None or parts.path.rstrip("/") not in ("", "/v1")):
         raise ValueError("base_urls of gRPC must have a port and no path, as grpc://127.0.0.1:9000")
     try:
+        parts.hostname.encode("idna")  # as a look-up does, which raises a UnicodeError, and no OSError
         written = str(httpx.URL(parts.geturl()))
-    except httpx.InvalidURL as error:
+    except (httpx.InvalidURL, UnicodeError) as error:
         raise ValueError(f"base_urls: {error}") from None
     return written.rstrip("/").removesuffix("/v1").rstrip("/")
 

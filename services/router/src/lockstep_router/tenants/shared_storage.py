@@ -7,6 +7,7 @@ again. No address and no error's own words are in a log, because they may have a
 
 import asyncio
 import logging
+import re
 import ssl
 import sys
 import time
@@ -30,6 +31,7 @@ Result = TypeVar("Result")
 MEMORY = "memory"
 _TLS = "rediss"
 _SCHEMES = ("redis", _TLS)
+_DATABASE = re.compile(r"/[0-9]*")
 _PREFIX = "lockstep:limits"
 _CONNECTIONS = 32
 """Connections to Redis, and operations that use them at a time; others wait, no longer than the timeout."""
@@ -55,7 +57,8 @@ def check_address(address: str) -> None:
         has_host, password, _ = bool(parts.hostname), parts.password, parts.port
     except ValueError:
         raise ValueError("is no address") from None
-    if parts.scheme not in _SCHEMES or not has_host or parts.query or parts.fragment:
+    is_database = not parts.path or _DATABASE.fullmatch(parts.path)  # the library takes another path for database 0
+    if parts.scheme not in _SCHEMES or not has_host or not is_database or parts.query or parts.fragment:
         raise ValueError("must be memory, redis://host:port/database or rediss://host:port/database")
     if password is not None:
         raise ValueError("must have no password: name a file with it in limits_storage_password_file")
