@@ -199,7 +199,7 @@ class Process:
 
     def __init__(self, cluster, lines):
         self._cluster, self._code = cluster, int(not lines or lines[-1] is None)
-        self.stdout = io.StringIO("\n".join(filter(None, lines or ())) + "\n")
+        self.stdout = io.StringIO("".join(f"{line}\n" for line in filter(None, lines or ())))
 
     def kill(self):
         self._cluster.killed += 1
@@ -287,6 +287,13 @@ def test_a_container_that_still_runs_is_read_on_when_its_connection_ends(monkeyp
     cluster = Changing([("a", 0, said("first"))], [("a", 0, said("second"))], running={"a"})
     assert followed(cluster, monkeypatch) == ([("a", "first"), ("a", "second")], [])
     assert cluster.commands[1] == ("logs", "a", "-f", "--tail=-1", "--since-time=2026-01-31T10:00:00.000Z")
+
+
+@pytest.mark.parametrize("first", [[None], []], ids=["failed", "without a line"])
+def test_of_a_container_that_runs_no_more_lines_than_wanted_are_read_though_the_first_try_gave_none(monkeypatch, first):
+    cluster = Changing([("a", 0, first)], [("a", 0, said("first"))], running={"a"})
+    assert followed(cluster, monkeypatch) == ([("a", "first")], [])
+    assert cluster.commands == [("logs", "a", "-f", "--tail=7")] * 2
 
 
 @pytest.mark.parametrize(

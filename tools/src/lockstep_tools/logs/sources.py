@@ -83,7 +83,10 @@ def _followed(release: Release, reading: "_Reading", limits: Sequence[str], ends
     the API server is started again: a container that still runs is then read on.
     """
     begun: set[tuple[str, int]] = set()
+    is_first = True
     pods = release.require()
+    # Of what starts from now on, everything is new: `limits` are for the lines that containers have written before.
+    running = {(pod.uid, pod.restarts) for pod in pods if pod.runs}
     while pods and time.monotonic() < ends_at:
         for pod in _of_services(pods):
             life = (pod.uid, pod.restarts)
@@ -92,9 +95,11 @@ def _followed(release: Release, reading: "_Reading", limits: Sequence[str], ends
             is_new = life not in begun
             if is_new or pod.runs or reading.has_failed(pod.name):
                 begun.add(life)
-                reading.start(pod.name, ["-f", *limits], goes_on=not is_new)
+                is_limited = is_first or (life in running and not reading.has_read(pod.name))
+                options = limits if is_limited else ["--tail=-1"]
+                reading.start(pod.name, ["-f", *options], goes_on=not is_new)
+        is_first = False
         yield from reading.lines(min(time.monotonic() + LOOK_S, ends_at))
-        limits = ["--tail=-1"]  # of what starts from now on, everything is new
         with suppress(CommandError):  # of an API server that is away; what is being read may go on all the same
             pods = release.pods()
 
@@ -139,6 +144,10 @@ class _Reading:
     def reads(self, name: str) -> bool:
         """Whether a pod's lines are being read."""
         return name in self._running
+
+    def has_read(self, name: str) -> bool:
+        """Whether a pod has given a line."""
+        return name in self._last
 
     def has_failed(self, name: str) -> bool:
         """Whether the last try to read a pod's lines has failed."""
