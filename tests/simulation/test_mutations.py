@@ -172,15 +172,15 @@ class RunsThatRepeatAToken(Runs):
 
     step = -1
 
-    async def resume(self, request_id, owner, account, after=None):
+    async def resume(self, request_id, owner, account, after=None, *options):
         if after is not None and (found := re.fullmatch(r"([1-9]\d*)", after.position)):
             position = int(found[1]) + self.step
             try:
                 after = After(after.request_id, str(position), after.field)
-                return await super().resume(request_id, owner, account, after)
+                return await super().resume(request_id, owner, account, after, *options)
             except Exception:
                 pass
-        return await super().resume(request_id, owner, account, after)
+        return await super().resume(request_id, owner, account, after, *options)
 
 
 class RunsThatSkipAToken(RunsThatRepeatAToken):
@@ -205,11 +205,11 @@ class RunsThatCannotCancel(Runs):
 class RunsThatForgetWhoHasEnded(Runs):
     """Streams that have ended cannot be resumed."""
 
-    async def resume(self, request_id, owner, account, after=None):
+    async def resume(self, request_id, owner, account, after=None, *options):
         if request_id not in self._runs:
             request_id = "r-unknown"
         after = None if after is None else replace(after, request_id=request_id)
-        return await super().resume(request_id, owner, account, after)
+        return await super().resume(request_id, owner, account, after, *options)
 
 
 class RouterThatCutsStreamsOff(Router):
