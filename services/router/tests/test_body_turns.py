@@ -7,7 +7,7 @@ import pytest
 from lockstep_router.faces.body_turns import BodyTurns
 
 COSTLY_S = 0.01
-SMALL, LARGE = 1 << 10, 1 << 20
+TINY, SMALL, LARGE = 1 << 9, 1 << 10, 1 << 20
 
 
 def costly() -> None:
@@ -31,6 +31,16 @@ async def test_a_body_that_is_parsed_soon_does_not_wait(monkeypatch: pytest.Monk
         with pytest.raises(StopIteration) as ended:
             turns.run(SMALL, lambda: "parsed").send(None)
         assert ended.value.value == "parsed"
+
+
+async def test_a_tiny_body_takes_its_turn_and_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = BodyTurns()
+    await occupy(turns, monkeypatch)
+    monkeypatch.setattr(time, "thread_time", lambda: pytest.fail("it asks for the time"))
+    waiting = asyncio.create_task(turns.run(TINY, lambda: "parsed"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert await waiting == "parsed"
 
 
 @pytest.mark.parametrize("size_bytes", [SMALL, LARGE])

@@ -251,7 +251,7 @@ async def test_each_attempt_has_what_the_ranks_of_its_worker_did(make_cluster):
 async def test_a_worker_tells_of_its_own_attempts_only():
     history = History(is_kept=True)
     journal = Journal("s", "m", "d", [1], inference_pb2.Sampling(max_tokens=9), "session")
-    timeline = timeline_of(journal, history, StreamTrace(), 0.0)
+    timeline = timeline_of(journal, history, StreamTrace(), 0.0, asyncio.get_running_loop().time)
     timeline.begin()
     timeline.choose(SimpleNamespace(worker_id="w0", epoch=1), None, None)
     works = [worker_pb2.RankWork(steps=1)] * (MAX_RANKS + 1)
@@ -269,7 +269,7 @@ async def test_of_ranks_only_so_much_is_kept_of_the_newest_attempts():
     works = [worker_pb2.RankWork(steps=1)] * MAX_RANKS
     for number in range(40):
         journal = Journal(f"s{number}", "m", "d", [1], inference_pb2.Sampling(max_tokens=9), "session")
-        timeline = timeline_of(journal, history, StreamTrace(), 0.0)
+        timeline = timeline_of(journal, history, StreamTrace(), 0.0, asyncio.get_running_loop().time)
         timeline.begin()
         timeline.choose(SimpleNamespace(worker_id="w0", epoch=1), None, None)
         reported = worker_pb2.EndedAttempt(stream_id=journal.stream_id, attempt=1, prefill=works, decode=works)
@@ -324,7 +324,7 @@ async def test_the_history_is_bounded(make_cluster):
 async def test_attempts_of_one_stream_are_bounded():
     history = History(is_kept=True)
     journal = Journal("s", "m", "d", [1], inference_pb2.Sampling(max_tokens=9), "session")
-    timeline = timeline_of(journal, history, StreamTrace(), 0.0)
+    timeline = timeline_of(journal, history, StreamTrace(), 0.0, asyncio.get_running_loop().time)
     timeline.begin()
     for number in range(MAX_ATTEMPTS + 5):
         timeline.choose(SimpleNamespace(worker_id=f"w{number}", epoch=1), None, None)

@@ -48,6 +48,7 @@ def new_attempt(journal):
     """An attempt that nothing comes of."""
     return Attempt(
         journal,
+        asyncio.get_running_loop().create_future(),
         now=0.0,
         deadlines=Deadlines(first_token_s=30, inter_token_s=30, next_wait_s=30),
         first_wait_s=30,

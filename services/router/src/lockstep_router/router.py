@@ -107,7 +107,7 @@ class Router:
         self.mirrored = None if journals is not None else _mirrored(own, settings, dial_state)
         """The journals, if they are mirrored in a state server; None: they are not."""
         self.journals: JournalStore = journals or self.mirrored or own
-        self.in_progress = InProgress(settings, self.journals, self._note_requests)
+        self.in_progress = InProgress(settings, self.journals, lambda: self.loop_time, self._note_requests)
         self.runs = Runs(self, self.journals, self._note_requests)
         """Resumable requests: faces start, resume and cancel them here."""
 
@@ -154,7 +154,7 @@ class Router:
     @property
     def loop_time(self) -> float:
         """The time in which its records are: that of the running event loop."""
-        return asyncio.get_running_loop().time()
+        return self.workers.loop.time()
 
     @property
     def failovers(self) -> int:

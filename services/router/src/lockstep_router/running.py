@@ -4,7 +4,6 @@ Requests are written as classes: a context manager of `contextlib` costs a few m
 several.
 """
 
-import asyncio
 from collections.abc import Callable, Iterable
 
 from lockstep_common.errors import ErrorCode, LockstepError
@@ -27,16 +26,24 @@ _MEASURE_EVERY_S = 0.1
 class InProgress:
     """Counts requests, streams and the memory of journals and unsent answers, and refuses what does not fit."""
 
-    def __init__(self, settings: RouterSettings, journals: JournalStore, on_requests: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        journals: JournalStore,
+        now: Callable[[], float],
+        on_requests: Callable[[], None],
+    ) -> None:
         """Begin with none.
 
         Args:
             settings: the router's, with the limits.
             journals: keeps the journals of resumable requests.
+            now: the event loop's time.
             on_requests: called when there is a request again, or none any more.
         """
         self._settings = settings
         self._journals = journals
+        self._now = now
         self._on_requests = on_requests
         self.draining = False
         """No new requests are accepted."""
@@ -91,7 +98,7 @@ class InProgress:
 
     def check_room(self, wanted_bytes: int) -> None:
         """Raise OVERLOADED if the journals have no room for more bytes."""
-        now = asyncio.get_running_loop().time()
+        now = self._now()
         if now - self._journals_measured_at > _MEASURE_EVERY_S:
             self._journals_measured_at = now
             self._journals_bytes = sum(generation.journal_bytes for generation in self.generations)

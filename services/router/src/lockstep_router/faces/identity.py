@@ -2,6 +2,7 @@
 logged.
 """
 
+import functools
 import hashlib
 import math
 import re
@@ -21,6 +22,7 @@ _MAX_SESSION_CHARS = 256
 _TIMEOUT_HEADER = "X-Request-Timeout"
 _TIMEOUT_NAME = _TIMEOUT_HEADER.lower()
 MAX_TIMEOUT_S = 86_400.0
+_REMEMBERED_ADDRESSES = 1024
 _PLACEHOLDER = re.compile("(?i)empty|none|null|dummy|fake|unused|not-needed|no-key|sk-no-key-required|token-abc123")
 """What the documentation of OpenAI-compatible servers gives for a key, because clients insist on one. Everybody sends
 these: as a tenant they would share one prefix cache, and one worker.
@@ -64,6 +66,7 @@ def caller(origin: Origin, user: str | None) -> Caller:
     )
 
 
+@functools.lru_cache(_REMEMBERED_ADDRESSES)
 def anonymous_tenant(address: str) -> str:
     """A tenant name for all clients without a key at one address; empty without an address.
 

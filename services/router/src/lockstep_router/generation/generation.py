@@ -94,6 +94,7 @@ class Generation:
         observe: Observer | None = None,
     ) -> None:
         self.prepared = prepared
+        self._loop = workers.loop
         self._is_collected = is_collected
         self._observe = observe
         self._arrival = asyncio.Event()
@@ -243,7 +244,7 @@ class Generation:
                 take(delta)
 
     async def _collect_alone(self, sink: Sink) -> None:
-        task = self._collecting = asyncio.current_task()
+        task = self._collecting = asyncio.current_task(self._loop)
         assert task is not None
         self._sink = sink
         try:

@@ -82,7 +82,7 @@ async def prepare(
         LockstepError: the request does not fit the model, there is no such model, it would wait longer than
             `max_wait_s` (OVERLOADED), or its timeout has passed.
     """
-    arrived_at, timeout_s = asyncio.get_running_loop().time(), request.caller.timeout_s
+    arrived_at, timeout_s = workers.loop.time(), request.caller.timeout_s
     if timeout_s is None:
         return await _prepare(request, workers, encoder, arrived_at, max_wait_s, count, priority)
     try:
@@ -107,7 +107,7 @@ async def _prepare(
 ) -> Prepared:
     card, tokenizer = await workers.find_version(request.model, request.caller.session)
     # A request that would wait too long is refused before its text costs anything.
-    waited_s = asyncio.get_running_loop().time() - arrived_at
+    waited_s = workers.loop.time() - arrived_at
     may_wait_s = min(max_wait_s, request.caller.timeout_s or math.inf) - waited_s
     workers.within_wait(workers.ready(card.name, card.digest), may_wait_s, priority)
     use = request.tools

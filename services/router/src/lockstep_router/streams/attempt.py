@@ -58,6 +58,7 @@ class Attempt:
 
     Args:
         journal: the stream's journal.
+        over: gets the outcome.
         now: the awake clock's time, in seconds.
         deadlines: time limits of all attempts.
         first_wait_s: longest wait in the worker's queue before the stream runs for the first time.
@@ -74,11 +75,18 @@ class Attempt:
     _checked_tokens = 0
 
     def __init__(
-        self, journal: Journal, *, now: float, deadlines: Deadlines, first_wait_s: float, events: Events
+        self,
+        journal: Journal,
+        over: asyncio.Future[Outcome],
+        *,
+        now: float,
+        deadlines: Deadlines,
+        first_wait_s: float,
+        events: Events,
     ) -> None:
         self.stream_id = journal.stream_id
         self.number = journal.attempt
-        self.over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.over = over
         self._journal = journal
         self._deadlines = deadlines
         self._events = events

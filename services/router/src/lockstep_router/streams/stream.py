@@ -146,9 +146,9 @@ class Stream:
         self._on_arrival = on_arrival
         self._on_update = on_update or _let_wait
         self._arrived: deque[worker_pb2.StreamTokens] = deque()
-        self._loop = asyncio.get_running_loop()
+        self._loop = workers.loop
         self._arrived_at = self._loop.time() if journal.arrived_at is None else journal.arrived_at
-        self._trace = timeline_of(journal, workers.history, trace_of(journal), self._arrived_at)
+        self._trace = timeline_of(journal, workers.history, trace_of(journal), self._arrived_at, self._loop.time)
         self._deadline_at = None if journal.timeout_s is None else self._arrived_at + journal.timeout_s
         self._stalled_at = self._arrived_at  # when the stream last began to wait
 
@@ -254,10 +254,10 @@ class Stream:
                 self._activity = "its client read too slowly"
                 assert self._caught_up is not None
                 await self._caught_up.wait()
-                self._stalled_at = asyncio.get_running_loop().time()
+                self._stalled_at = self._loop.time()
 
     def _check_quarantine(self) -> None:
-        if self._suspects.has_quarantined(self.journal.request_digest, asyncio.get_running_loop().time()):
+        if self._suspects.has_quarantined(self.journal.request_digest, self._loop.time()):
             raise LockstepError(
                 ErrorCode.REQUEST_QUARANTINED,
                 "the same request was running when several workers died, so it is refused for some minutes",
@@ -275,6 +275,7 @@ class Stream:
         )
         self._attempt = attempt = Attempt(
             journal,
+            self._loop.create_future(),
             now=self._workers.clock.now(),
             deadlines=self._workers.deadlines,
             first_wait_s=self._give_up_at - now,
@@ -429,7 +430,7 @@ class Stream:
         reason = lost.reason
         self._last_lost = lost
         if self._attempt.is_running:
-            self._stalled_at = asyncio.get_running_loop().time()
+            self._stalled_at = self._loop.time()
         metrics.FAILOVERS.labels(reason.value).inc()
         if reason is not Loss.SLOW_CLIENT:
             self.failovers += 1
@@ -446,7 +447,7 @@ class Stream:
         self._count_loss(reason)
         if self._suspects.is_tried_beside_others(self.journal.stream_id):
             # Another router's stream may be the cause. They show which one it is by not running at the same times.
-            self._trial_at = asyncio.get_running_loop().time() + self._workers.rng.uniform(0.0, _MAX_TRIAL_PAUSE_S)
+            self._trial_at = self._loop.time() + self._workers.rng.uniform(0.0, _MAX_TRIAL_PAUSE_S)
 
     def _count_loss(self, reason: Loss) -> None:
         assert self._attempt is not None
@@ -544,7 +545,7 @@ class Stream:
                 f"a worker of {journal.model!r} that takes it back",
                 min(self._avoided[link.life] for link in links) - awake_s,
             )
-        pause_s = self._trial_at - asyncio.get_running_loop().time()
+        pause_s = self._trial_at - self._loop.time()
         if pause_s > 0:
             return _Wait("its turn to run apart from other suspects of the death of workers", pause_s)
         is_on_trial = suspects.is_tried(journal.stream_id)
@@ -580,7 +581,7 @@ class Stream:
         if not self._has_failed and link.life not in self._refused_by:
             self._leave_line()
             return True
-        is_paid = self._workers.retries.withdraw(asyncio.get_running_loop().time(), self._retry_turn)
+        is_paid = self._workers.retries.withdraw(self._loop.time(), self._retry_turn)
         if not is_paid and not self._is_delayed:
             metrics.RETRIES_DELAYED.inc()
         self._is_delayed = not is_paid
@@ -618,7 +619,7 @@ class Stream:
             )
 
     def _waited_too_long(self, reason: str, retry_after_s: float = 0.0) -> LockstepError:
-        waited_s = asyncio.get_running_loop().time() - self._stalled_at
+        waited_s = self._loop.time() - self._stalled_at
         return LockstepError(
             ErrorCode.UNAVAILABLE,
             f"waited {waited_s:.1f} s for {reason}",

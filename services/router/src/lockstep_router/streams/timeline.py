@@ -3,7 +3,7 @@
 It stands before the stream's trace and passes everything on to it.
 """
 
-import asyncio
+from collections.abc import Callable
 
 from lockstep_common.errors import LockstepError
 
@@ -24,13 +24,16 @@ class _Timeline(StreamTrace):
         history: the router's.
         trace: gets everything too.
         arrived_at: when the request arrived, in the event loop's time.
+        now: that time.
     """
 
-    def __init__(self, journal: Journal, history: History, trace: StreamTrace, arrived_at: float) -> None:
+    def __init__(
+        self, journal: Journal, history: History, trace: StreamTrace, arrived_at: float, now: Callable[[], float]
+    ) -> None:
         self._journal = journal
         self._history = history
         self._trace = trace
-        self._now = asyncio.get_running_loop().time
+        self._now = now
         self._attempt: AttemptRecord | None = None
         self._move: Move | None = None
         self._emitted = 0
@@ -127,6 +130,8 @@ class _Timeline(StreamTrace):
             attempt.tokens = len(self._journal.emitted_ids) - self._emitted
 
 
-def timeline_of(journal: Journal, history: History, trace: StreamTrace, arrived_at: float) -> StreamTrace:
+def timeline_of(
+    journal: Journal, history: History, trace: StreamTrace, arrived_at: float, now: Callable[[], float]
+) -> StreamTrace:
     """What the stream with this journal reports to: its timeline, or the trace alone if there is no history."""
-    return _Timeline(journal, history, trace, arrived_at) if history.is_kept else trace
+    return _Timeline(journal, history, trace, arrived_at, now) if history.is_kept else trace

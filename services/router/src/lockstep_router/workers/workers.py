@@ -5,6 +5,7 @@ stream.
 """
 
 import asyncio
+import functools
 import logging
 import math
 from collections import Counter
@@ -95,6 +96,13 @@ class Workers:
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._keeps_unlisted = False
+
+    @functools.cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that all of it runs in. Asking asyncio for it takes a system call in Python 3.11, and a
+        request would ask a dozen times.
+        """
+        return asyncio.get_running_loop()
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -306,7 +314,7 @@ class Workers:
         Raises:
             LockstepError: MODEL_NOT_FOUND, or UNAVAILABLE when the wait was too long.
         """
-        began_at = asyncio.get_running_loop().time()
+        began_at = self.loop.time()
         while True:
             card = self._choose_version(name, session)
             if card is None:
@@ -314,7 +322,7 @@ class Workers:
             elif (tokenizer := self.tokenizers.get(card.tokenizer_digest)) is not None:
                 return card, tokenizer
             if not await self.wait_change(began_at + self._settings.max_queue_wait_s):
-                waited_s = asyncio.get_running_loop().time() - began_at
+                waited_s = self.loop.time() - began_at
                 if card is not None:
                     missing = f"the tokenizer of {name!r}"
                 else:

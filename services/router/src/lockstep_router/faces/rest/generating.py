@@ -146,7 +146,16 @@ class DirectFace:
                 return True
 
             record = exchange.record
-            client = Client(exchange.send, record, self._router.settings, channel, reply_at_once, begin_at_once)
+            router = self._router
+            client = Client(
+                exchange.send,
+                record,
+                router.settings,
+                channel,
+                reply_at_once,
+                begin_at_once,
+                router.workers.loop,
+            )
             await run_live(self._answer(endpoint, scope, exchange, client, channel), client, channel, record)
 
         await self._access.serve(scope, send, respond)

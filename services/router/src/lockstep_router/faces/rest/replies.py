@@ -82,6 +82,7 @@ class Client:
         channel: of the answer, if its server has one.
         reply_at_once: sends a whole response in one write if the connection takes it now; False: it does not.
         begin_at_once: the same for the head of a response in chunks and its first chunk; None: nothing can.
+        loop: the event loop; None: it is looked up, which takes a system call in Python 3.11.
     """
 
     _wants_events = False
@@ -101,6 +102,7 @@ class Client:
         channel: Channel | None = None,
         reply_at_once: AtOnce = lambda _status, _headers, _body: False,
         begin_at_once: AtOnce | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._send = send
         self._channel = channel
@@ -110,8 +112,8 @@ class Client:
         self._write_timeout_s = settings.write_timeout_s
         self._keepalive_s = settings.keepalive_interval_s
         self._event_headers = _event_stream_headers(self._keepalive_s, self._write_timeout_s)
-        self._loop = asyncio.get_running_loop()
-        self._written_at = self._loop.time()
+        self.loop = loop or asyncio.get_running_loop()
+        self._written_at = self.loop.time()
 
     def expect_events(self, headers: Mapping[str, str] | None = None) -> None:
         """Note that the answer will be a stream; with further headers, if there are any."""
@@ -171,7 +173,7 @@ class Client:
         if self._begin_at_once is None or not self._begin_at_once(200, self._event_headers, data):
             return False
         self._is_started = self._began_at_once = True
-        self._written_at = self._loop.time()
+        self._written_at = self.loop.time()
         self._begin_watch()
         return True
 
@@ -191,7 +193,7 @@ class Client:
         if not self._is_started:
             self._begin_events_with(data)
             return
-        self._written_at = self._loop.time()
+        self._written_at = self.loop.time()
         self._channel.write(data)
 
     @property
@@ -232,7 +234,7 @@ class Client:
             self._watch(self._on_stuck)
 
     def _watch(self, on_stuck: Callable[[], None]) -> None:
-        now = self._loop.time()
+        now = self.loop.time()
         if self._writing_since is not None and now - self._writing_since >= self._write_timeout_s:
             on_stuck()
             return
@@ -245,7 +247,7 @@ class Client:
             self._comment = asyncio.ensure_future(self._send_comment())
         # One timer serves all deadlines of a client, so that writing a token sets no timer.
         interval_s = _watch_interval_s(self._keepalive_s, self._write_timeout_s)
-        self._timer = self._loop.call_later(interval_s, self._watch, on_stuck)
+        self._timer = self.loop.call_later(interval_s, self._watch, on_stuck)
 
     async def stop(self) -> None:
         """Send nothing more."""
@@ -276,7 +278,7 @@ class Client:
 
     async def _deliver(self, message: dict[str, Any]) -> None:
         # `send` waits while the server's buffer is full, as it is when the client does not read.
-        self._writing_since = self._written_at = self._loop.time()
+        self._writing_since = self._written_at = self.loop.time()
         self._begin_watch()
         await self._record.write(self._send(message))
         self._writing_since = None
@@ -373,7 +375,7 @@ class LiveReply(Response):
 
 async def run_live(answer: Awaitable[None], client: Client, channel: Channel, record: Record) -> None:
     """Run the computation of an answer in this task, until it ends or the client disconnects or stops reading."""
-    task = asyncio.current_task()
+    task = asyncio.current_task(client.loop)
     assert task is not None
     has_left = False
 
