@@ -44,7 +44,8 @@ def faults_of(server: RedisServer, seed: int) -> dict[str, Fault]:
     return {
         "redis_killed": Fault(server.kill, server.start),
         "redis_stopped": Fault(server.freeze, server.thaw),
-        "redis_full": Fault(lambda: limit(1), lambda: limit(0)),
+        # It is asked on: that there is no room is an answer, which comes at once, and what is there can be read.
+        "redis_full": Fault(lambda: limit(1), lambda: limit(0), is_noticed=False),
         "redis_read_only": Fault(
             lambda: client.replicaof("127.0.0.1", str(free_port())), lambda: client.replicaof("NO", "ONE")
         ),
