@@ -150,7 +150,9 @@ class InProgressThatLosesCount(InProgress):
 class RouterThatLosesCount(Router):
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.in_progress = InProgressThatLosesCount(self.settings, self.journals, self._note_requests)
+        self.in_progress = InProgressThatLosesCount(
+            self.settings, self.journals, lambda: self.loop_time, self._note_requests
+        )
 
 
 class RouterWithOtherRuns(Router):
