@@ -130,6 +130,15 @@ def test_a_password_in_a_wrong_address_is_not_shown(address, tmp_path, monkeypat
         assert "host:4317')" in text
 
 
+def test_a_setting_that_the_file_has_twice_is_named(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "settings.yaml"
+    file.write_text("drain_timeout_s: 5\nkeys_file: keys\ndrain_timeout_s: 50\n")
+    monkeypatch.setenv("LOCKSTEP_CONFIG", str(file))
+    printed = refusal(capsys)
+    assert "the key drain_timeout_s is there twice" in printed
+    assert "line 3" in printed
+
+
 def test_a_password_in_an_error_of_a_validator_is_not_shown(capsys):
     printed = refusal(capsys, "--targets", "user:hidden@host")
     assert "hidden" not in printed

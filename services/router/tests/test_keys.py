@@ -188,6 +188,8 @@ BROKEN = {
     "upper case": json.dumps({"tenants": [{"name": "a", "keys": [{"sha256": digest(KEY).upper()}]}]}),
     "a key in wrong YAML": f"tenants:\n- name: a\n  keys: {KEY}: {KEY}\n",
     "the same key twice": json.dumps({"tenants": [tenant("a", KEY), tenant("b", KEY)]}),
+    "a field twice": f"tenants:\n- name: a\n  keys: [{{sha256: {digest(KEY)}}}]\n  keys: []\n",
+    "a key as a field, twice": f"tenants:\n- {KEY}: 1\n  {KEY}: 2\n",
     "the same tenant twice": json.dumps({"tenants": [tenant("a", KEY), tenant("a", OTHER_KEY)]}),
     "a local time": json.dumps({"tenants": [tenant("a", KEY, not_after="2030-01-01T00:00:00")]}),
     "no limit": json.dumps({"tenants": [tenant("a", KEY, requests_per_minute=0)]}),
@@ -218,6 +220,13 @@ async def test_broken_file_changes_nothing_and_is_reported_once(keys, caplog, te
     write(keys, tenant("search", SECOND_KEY))
     file.check()
     assert file.authenticate(SECOND_KEY.encode())
+
+
+async def test_line_of_a_field_that_is_there_twice_is_named(keys, caplog):
+    file = KeyFile(str(keys))
+    write_text(keys, BROKEN["a field twice"])
+    file.check()
+    assert caplog.messages == [f"API keys not reloaded: keys_file ({keys}) has a field twice (line 4)"]
 
 
 async def test_missing_file_changes_nothing_until_it_is_back(keys):
@@ -256,8 +265,8 @@ async def test_file_that_could_not_be_read_is_read_later_without_a_change(keys, 
 async def test_refused_contents_are_parsed_once(keys, monkeypatch):
     """A large file takes seconds, and it is checked each second."""
     file = KeyFile(str(keys))
-    loads, load = [], key_file.yaml.load
-    monkeypatch.setattr(key_file.yaml, "load", lambda *args: loads.append(args) or load(*args))
+    loads, load = [], key_file.load_yaml
+    monkeypatch.setattr(key_file, "load_yaml", lambda *args: loads.append(args) or load(*args))
     write_text(keys, BROKEN["no tenants"])
     for _ in range(3):
         file.check()

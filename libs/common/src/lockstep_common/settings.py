@@ -10,6 +10,8 @@ import os
 import re
 import sys
 from collections.abc import Collection
+from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
@@ -23,6 +25,7 @@ from pydantic_settings import (
 
 from lockstep_common.early_lines import keep_lines
 from lockstep_common.lifecycle import DIE_WITH_PARENT_VARIABLE
+from lockstep_common.strict_yaml import load_yaml
 from lockstep_common.termination import PATH_VARIABLE, leave_message
 
 logger = logging.getLogger("lockstep.settings")
@@ -64,6 +67,13 @@ def fail(message: str, termination_log: str | None = None) -> NoReturn:
     raise SystemExit(USAGE_EXIT_CODE)
 
 
+class _FileSource(YamlConfigSettingsSource):
+    """The YAML file. A setting that is there twice is an error; the library takes the last one."""
+
+    def _read_file(self, file_path: Path | Traversable) -> dict[str, Any]:
+        return load_yaml(file_path.read_bytes()) or {}
+
+
 class ServiceSettings(BaseSettings):
     """Base of every service's settings."""
 
@@ -80,7 +90,7 @@ class ServiceSettings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Set the order: flags, then environment, then file."""
         path = os.environ.get(CONFIG_VARIABLE)
-        file = (YamlConfigSettingsSource(settings_cls, yaml_file=path),) if path else ()
+        file = (_FileSource(settings_cls, yaml_file=path),) if path else ()
         return (init_settings, env_settings, *file)
 
     @classmethod

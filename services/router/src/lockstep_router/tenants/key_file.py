@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
 from lockstep_common.protocol import PRIORITIES
+from lockstep_common.strict_yaml import DuplicateKeyError, load_yaml
 from lockstep_common.watched_files import signature_of
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
@@ -30,8 +31,6 @@ _MAX_FILE_BYTES = 1 << 20
 _KEY_ID_CHARS = 8
 _SETTING = "keys_file"
 _NOTHING_REFUSED = (b"", "")
-# The loader in C is twenty times as fast: another one would hold the interpreter's lock for seconds.
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _Limit = Annotated[int, Field(strict=True, ge=1)]
 
@@ -203,11 +202,12 @@ def _keys_in(path: str, content: bytes) -> Mapping[str, _Key]:
 
 def _parse(path: str, content: bytes) -> Any:
     try:
-        return yaml.load(content, _Loader)  # noqa: S506 - one of the two safe loaders
+        return load_yaml(content)
     except yaml.MarkedYAMLError as error:
         # The error's own words quote the file.
+        what = "has a field twice" if isinstance(error, DuplicateKeyError) else "is not YAML"
         at = "" if error.problem_mark is None else f" (line {error.problem_mark.line + 1})"
-        raise _unusable(path, f"is not YAML{at}") from None
+        raise _unusable(path, f"{what}{at}") from None
     except MemoryError:  # there may be enough at the next check
         raise
     except Exception:  # the constructors of the library raise anything, for example KeyError for `!!bool x`
