@@ -428,6 +428,29 @@ async def test_deadline_that_is_kept_counts_from_the_arrival(make_cluster):
         await worker.kill()
 
 
+async def test_stream_whose_id_came_with_a_comment_waits_for_its_first_worker_without_a_client(make_cluster):
+    cluster = await make_cluster(0, ready=False, keepalive_interval_s=0.05)
+    worker = ScriptedWorker("late", Path(cluster.router.settings.workers[0].removeprefix("unix:")))
+    async with cluster.over_http() as client:
+        async with client.stream("POST", "/v1/completions", json=STREAM) as response:
+            stream_id = response.headers["x-lockstep-stream-id"]
+        await eventually(lambda: cluster.router.runs.readings == 0)
+        assert (cluster.router.runs.running, cluster.router.runs.detached) == (1, 1)
+        await worker.start()
+        try:
+            assert events_of(await resume(client, stream_id))[-1][1] == "[DONE]"
+        finally:
+            await worker.kill()
+
+
+async def test_stream_without_a_worker_ends_when_nobody_comes_back(make_cluster):
+    cluster = await make_cluster(0, ready=False, keepalive_interval_s=0.05, resume_window_s=0.2)
+    async with cluster.over_http() as client, client.stream("POST", "/v1/completions", json=STREAM):
+        pass
+    await eventually(lambda: cluster.router.runs.running == 0)
+    assert cluster.router.requests == 0
+
+
 async def test_resumes_are_counted(cluster):
     def count(outcome):
         return metrics.RESUMES.labels(outcome)._value.get()

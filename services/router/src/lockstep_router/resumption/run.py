@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import time
 from array import array
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol
 
@@ -56,7 +57,11 @@ class Host(Protocol):
 class Run:
     """One generation that runs, or is being prepared."""
 
-    def __init__(self, owner: str, style: Style, request_id: str | None = None) -> None:
+    def __init__(
+        self, owner: str, style: Style, request_id: str | None = None, is_known: Callable[[], bool] = lambda: True
+    ) -> None:
+        self.is_known = is_known
+        """Whether a client has its id by now."""
         self.request_id = request_id or f"r-{secrets.token_hex(_ID_BYTES)}"
         self.owner = owner
         self.style = style

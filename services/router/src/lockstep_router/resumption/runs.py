@@ -115,6 +115,7 @@ class Runs:
         key: IdempotencyKey | None = None,
         after: After | None = None,
         on_stream: OnStream = lambda *_: None,
+        is_told: Callable[[], bool] = lambda: False,
     ) -> Reading:
         """Start a generation, or join the one that the key has; read it. The caller closes the reading.
 
@@ -127,13 +128,14 @@ class Runs:
             after: the last event that the client has, if it sends the request with this key again.
             on_stream: called with the stream's id, and whether another request began it, as soon as there is a stream,
                 long before there is something to read.
+            is_told: whether the client has the stream's id by now.
 
         Raises:
             LockstepError: as from `Router.prepare` and `Router.run`; IDEMPOTENCY_KEY_REUSED; INVALID_REQUEST or
                 STREAM_NOT_FOUND for `after`; OVERLOADED.
         """
         for _ in range(_CLAIM_TRIES):
-            run = Run(owner, style)
+            run = Run(owner, style, is_known=is_told)
             self._runs[run.request_id] = run  # before the claim: who finds that finds the run
             first: Claim | None = None
             try:
@@ -179,6 +181,7 @@ class Runs:
             run = self._runs.get(request_id)
             if run is not None and run.owner == owner and run.end is None:
                 on_run(run.style)
+                run.is_known = lambda: True
             reading = await self._resume(request_id, owner, account, after)
         except LockstepError as error:
             outcome = {ErrorCode.STREAM_NOT_FOUND: "not_found", ErrorCode.INVALID_REQUEST: "invalid"}
@@ -379,8 +382,8 @@ class Runs:
         self._readings.remove(arrival)
         if not run.readers and not run.is_ending:
             self._detached.add(run)
-            if run.record is None:
-                run.cancel(gone())  # nobody knows its id
+            if run.record is None and not run.is_known():
+                run.cancel(gone())
             elif self._host.draining:
                 run.cancel(draining())
             else:

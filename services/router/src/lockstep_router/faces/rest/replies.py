@@ -197,6 +197,11 @@ class Client:
         self._channel.write(data)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the head of the answer was sent."""
+        return self._is_started
+
+    @property
     def is_caught_up(self) -> bool:
         """Whether the answer has begun, and the connection has taken everything that was written."""
         return self._is_started and self._channel is not None and self._channel.is_empty

@@ -109,6 +109,7 @@ async def answer_resumable(
         key=coming_back.key,
         after=coming_back.after,
         on_stream=on_stream,
+        is_told=lambda: client.has_begun,
     )
     del request
     reading = await starting
