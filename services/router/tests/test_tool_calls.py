@@ -94,6 +94,37 @@ async def test_without_tools_the_answer_is_text(make_cluster, name):
         assert "The weather." not in prompt_of(cluster)
 
 
+@pytest.mark.parametrize("name", sorted(TWO_CALLS))
+async def test_several_calls_are_sent_back_with_their_results(make_cluster, name):
+    cluster = await make(make_cluster, name)
+    says(cluster, "Yes.")
+    calls = [CALL, {"id": "call_2", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
+    results = [{"role": "tool", "tool_call_id": f"call_{number}", "content": f"Result {number}."} for number in (2, 1)]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    assert (await chat(cluster, messages=[*ASK, message, *results, *ASK], tools=TOOLS))["message"]["content"] == "Yes."
+    prompt = prompt_of(cluster)
+    found = sorted(["Paris é🌨", '"a": 1', "Result 1.", "Result 2."], key=prompt.index)
+    if name == "llama3":  # its template takes one call a message
+        assert found == ["Paris é🌨", "Result 1.", '"a": 1', "Result 2."]
+    else:
+        assert found == ["Paris é🌨", '"a": 1', "Result 2.", "Result 1."]
+    assert prompt.rindex("Is it raining?") > prompt.index(found[-1])
+
+
+async def test_calls_without_results_and_results_of_former_calls_are_sent_back(make_cluster):
+    cluster = await make(make_cluster, "llama3")
+    says(cluster, "Yes.")
+    calls = [CALL | {"id": "call_2"}, CALL | {"id": "call_3"}]
+    ids = ("call_1", "call_3", "call_3")
+    results = [{"role": "tool", "tool_call_id": each, "content": f"Of {each}."} for each in ids]
+    message = {"role": "assistant", "content": "I look.", "tool_calls": calls}
+    await chat(cluster, messages=[*TALK, *ASK, message, *results], tools=TOOLS)
+    prompt = prompt_of(cluster)
+    assert prompt.count("Paris é🌨") == 3
+    assert prompt.count("Of call_3.") == 2
+    assert prompt.rindex("Paris é🌨") < prompt.index("Of call_3.") < prompt.index("Of call_1.")
+
+
 async def test_text_before_calls_is_content_and_arguments_come_in_pieces(make_cluster):
     cluster = await make(make_cluster, "hermes")
     says(cluster, f'I look.\n\n<tool_call>{{"name": "weather", "arguments": {PARIS}}}</tool_call>')

@@ -2,8 +2,8 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep_api.v1 import worker_pb2
@@ -50,7 +50,8 @@ def template_input(
     if support is None:
         return TemplateInput(_generic_messages(source.turns, source.tools), None, fields)
     renamed = _mistral_id if name == "mistral" else str
-    messages = [_tool_message(turn, support, renamed) for turn in source.turns]
+    turns = source.turns if support.takes_several else _one_by_one(source.turns)
+    messages = [_tool_message(turn, support, renamed) for turn in turns]
     return TemplateInput(messages, None if source.tools is None else [tool.body for tool in source.tools.tools], fields)
 
 
@@ -85,6 +86,29 @@ def _message(turn: Turn) -> Message:
 
 
 # With a template that has a place for tools.
+
+
+def _one_by_one(turns: Sequence[Turn]) -> list[Turn]:
+    """A message for each call, with its result behind it, for a template that takes one call a message: clients send
+    back what an answer had, and that may be several.
+    """
+    split: list[Turn] = []
+    left = list(reversed(turns))
+    while left:
+        turn = left.pop()
+        if len(turn.calls) < 2:
+            split.append(turn)
+            continue
+        results: dict[str | None, list[Turn]] = {}
+        while left and left[-1].role == "tool":
+            result = left.pop()
+            results.setdefault(result.tool_call_id, []).append(result)
+        for call in turn.calls:
+            split += [replace(turn, calls=(call,)), *results.pop(call.id, ())]
+            turn = replace(turn, content="", reasoning="")
+        for others in results.values():
+            split += others
+    return split
 
 
 def _tool_message(turn: Turn, support: ToolSupport, renamed: Any) -> Message:
