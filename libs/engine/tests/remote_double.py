@@ -34,6 +34,7 @@ class MemoryStore:
         self.room = None
         self.is_away = False
         self.lost_at = -math.inf
+        self.on_lost = lambda _: None
         self.asked = []
         self.estimates = []
         self.offers = []

@@ -50,6 +50,23 @@ async def test_what_the_store_does_not_keep_any_more_is_offered_again(path):
     await worker.close()
 
 
+async def test_what_the_store_has_lost_after_taking_it_is_offered_again(path):
+    store = MemoryStore()
+    worker = Worker(path, store)
+    await worker.ask("first", words(0))
+    assert await worker.stored()
+    lost = store.offers[1]
+    store.on_lost([lost[1]])
+    await worker.ask("again", words(0))
+    await worker.settled()
+    assert store.offers[FULL // BLOCK_SIZE :] == [lost]
+    store.on_lost([lost[1]])
+    assert await worker.stored()
+    assert store.offers[FULL // BLOCK_SIZE :] == [lost, lost]
+    await worker.close()
+    store.on_lost([lost[1]])
+
+
 async def test_what_the_store_does_not_take_is_dropped(path, monkeypatch):
     monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 0.0)
     store = MemoryStore()

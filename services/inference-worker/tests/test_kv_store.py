@@ -272,7 +272,8 @@ async def test_the_queue_is_bounded_in_bytes_and_copies_what_it_takes(kv, target
 async def test_a_tenant_beyond_its_share_of_the_queue_gives_room_to_others(kv, target):
     async with opened(target, queue_bytes=8 * FORM.length, tenant_share=0.5) as store:
         kv.answers.clear()
-        dropped = value("puts_total", outcome="dropped")
+        dropped, lost = value("puts_total", outcome="dropped"), []
+        store.on_lost = lost.extend
         assert store.offer("greedy", parts_of("abcd")) == 8, "nobody else needs the room"
         assert store.offer("greedy", parts_of("e")) == 0
         assert store.offer("modest", parts_of("xy")) == 4
@@ -282,6 +283,7 @@ async def test_a_tenant_beyond_its_share_of_the_queue_gives_room_to_others(kv, t
         kv.answers.set()
         await store.flush(30.0)
         assert value("queue_bytes") == 0
+        assert lost == [block_hash(name) for name in "ddcc"], "the engine offers them again"
     kept = {(tenant, block) for tenant, block, *_ in kv.blocks if not tenant.startswith("-")}
     # The newest ones of the greedy tenant were dropped.
     assert kept == {(each, block_hash(name)) for each, names in (("greedy", "ab"), ("modest", "xy")) for name in names}
@@ -352,13 +354,15 @@ async def test_blocks_of_several_tenants_are_stored_for_each(kv, store):
     ],
 )
 async def test_blocks_that_cannot_be_stored_are_dropped_and_counted(kv, store, change, outcome):
-    before = value("puts_total", outcome=outcome)
+    before, lost = value("puts_total", outcome=outcome), []
+    store.on_lost = lost.extend
     for name, setting in change.items():
         setattr(kv, name, setting)
     assert store.offer("t", parts_of("a")) == RANKS
     await until(lambda: value("puts_total", outcome=outcome) - before == RANKS)
     assert value("queue_bytes") == 0
     assert not store.client.is_away
+    assert lost == ([block_hash("a")] * RANKS if outcome == "failed" else []), "only those may be taken another time"
     kv.put_outcome, kv.put_status = state_pb2.PUT_OUTCOME_STORED, None
     await stored(store, "b")
     assert (await fetch(store, "b", Memory())).blocks == 1

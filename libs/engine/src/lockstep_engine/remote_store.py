@@ -53,6 +53,9 @@ class FetchResult:
 class RemoteStore(Protocol):
     """All is called in the driver's loop; nothing blocks it, and nothing raises but CancelledError."""
 
+    on_lost: Callable[[Sequence[bytes]], None]
+    """The engine sets it. Called with the hashes of blocks that were taken and will not be stored: offer them again."""
+
     @property
     def fetch_timeout_s(self) -> float:
         """Longest time of a fetch. One that takes longer is cancelled, and what has come is lost."""

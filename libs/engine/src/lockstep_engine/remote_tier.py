@@ -177,6 +177,7 @@ class RemoteTier:
         """Cancelled tasks that have not ended."""
         self.fetch_deadline_s = store.fetch_timeout_s + _GRACE_S
         scheduler.on_end = self._on_end
+        store.on_lost = self._on_lost
 
     @property
     def usage(self) -> RemoteUsage:
@@ -292,6 +293,10 @@ class RemoteTier:
         if self._epoch is not None:
             keys = sequence.keys[: sequence.remembered]
             self._epoch.writer.add(sequence.request.tenant, keys, sequence.fork)
+
+    def _on_lost(self, names: Sequence[bytes]) -> None:
+        if self._epoch is not None:
+            self._epoch.writer.forget(names)
 
     def _end(self, task: asyncio.Task[None]) -> None:
         task.cancel()

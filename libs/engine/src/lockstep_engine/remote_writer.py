@@ -138,7 +138,7 @@ class RemoteWriter:
             self._remember(name)
 
     def forget(self, names: Sequence[bytes]) -> None:
-        """The store may not have these blocks any more: they are offered again."""
+        """The store does not have these blocks, or not any more: they are offered again."""
         for name in names:
             self._offered.pop(name, None)
 

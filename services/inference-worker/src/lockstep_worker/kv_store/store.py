@@ -110,6 +110,15 @@ class KvStore:
         await self.client.close()
 
     @property
+    def on_lost(self) -> Callable[[Sequence[bytes]], None]:
+        """See `RemoteStore.on_lost`."""
+        return self._queue.on_lost
+
+    @on_lost.setter
+    def on_lost(self, on_lost: Callable[[Sequence[bytes]], None]) -> None:
+        self._queue.on_lost = on_lost
+
+    @property
     def fetch_timeout_s(self) -> float:
         """See `RemoteStore.fetch_timeout_s`."""
         return self._options.fetch_timeout_s

@@ -1,15 +1,15 @@
 """The blocks that wait to be stored: a queue bounded in bytes, and one task that stores them in batches.
 
 The caller that offers a block never waits. What does not fit is dropped and counted: it is in no other place, and is
-computed again if it is ever needed. Tenants are stored in turn, a batch of each. In a full queue a tenant within its
-share takes the room of the newest blocks of the tenant that is furthest beyond its own. A tenant for which the server
-has no room waits alone.
+computed again if it is ever needed. Of blocks that were taken and are dropped later the caller is told. Tenants are
+stored in turn, a batch of each. In a full queue a tenant within its share takes the room of the newest blocks of the
+tenant that is furthest beyond its own. A tenant for which the server has no room waits alone.
 """
 
 import asyncio
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -75,6 +75,8 @@ class WriteBehind:
 
     def __init__(self, client: KvClient, max_bytes: int, ttl_s: float, tenant_share: float = 1.0) -> None:
         self.waiting_bytes = 0
+        self.on_lost: Callable[[Sequence[bytes]], None] = lambda _: None
+        """See `RemoteStore.on_lost`. What the server itself does not take is not lost: it would not take it again."""
         self._client = client
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
@@ -151,7 +153,7 @@ class WriteBehind:
             furthest = max(self._queues, key=lambda each: (self._bytes[each], each), default=None)
             if furthest is None or self._bytes[furthest] <= self._share:
                 return False
-            self._forget([self._queues[furthest].pop()])
+            self._lose([self._queues[furthest].pop()])
             self._remove_if_empty(furthest)
             metrics.REMOTE_PUTS.labels("dropped").inc()
         return True
@@ -173,7 +175,7 @@ class WriteBehind:
             except Exception:
                 logger.exception("blocks could not be stored")
                 metrics.REMOTE_PUTS.labels("failed").inc(len(batch))
-                self._forget(batch)
+                self._lose(batch)
                 pause_s = PAUSE_S
             self._batch = []
             if pause_s:
@@ -229,7 +231,7 @@ class WriteBehind:
             # Blocks that were put back may be joined by fresh ones, which have all their tries yet.
             failed = [each for each in batch if each.tries >= _TRIES]
             metrics.REMOTE_PUTS.labels("failed").inc(len(failed))
-            self._forget(failed)
+            self._lose(failed)
             self._put_back([each for each in batch if each.tries < _TRIES])
             return PAUSE_S
         outcomes = [_OUTCOMES.get(each, "failed") for each in response.outcomes]
@@ -238,9 +240,15 @@ class WriteBehind:
             metrics.REMOTE_PUTS.labels(outcome).inc()
             metrics.REMOTE_BYTES.labels("out").inc(len(each.content) if outcome == "stored" else 0)
         self._forget(batch)
+        self.on_lost([each.hash for each, outcome in zip(batch, outcomes, strict=True) if outcome == "failed"])
         if "full" in outcomes:
             self._paused[batch[0].tenant] = asyncio.get_running_loop().time() + PAUSE_S
         return 0.0
+
+    def _lose(self, blocks: Sequence[Waiting]) -> None:
+        """Blocks do not wait any more, and were not stored."""
+        self._forget(blocks)
+        self.on_lost([each.hash for each in blocks])
 
     def _forget(self, blocks: Sequence[Waiting]) -> None:
         """Blocks do not wait any more."""
