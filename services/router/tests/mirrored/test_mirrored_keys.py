@@ -154,6 +154,31 @@ async def test_key_whose_claim_was_late_is_claimed_again_soon(make_store, other,
     assert await other.claim("tenant/key", Claim("r-2", b"body")) == Claim("r-1", b"body")
 
 
+@pytest.mark.parametrize("repeats", [0, 2])
+async def test_key_that_had_no_room_is_claimed_again_as_soon_as_there_is_room(store, other, server, repeats):
+    server.backend.is_full = True
+    assert await store.claim("tenant/key", Claim("r-1", b"body")) is None
+    for _ in range(repeats):
+        store.expire()
+        await mirrored(store)
+    server.backend.is_full = False
+    store.expire()
+    await mirrored(store)
+    assert await other.claim("tenant/key", Claim("r-2", b"body")) == Claim("r-1", b"body")
+
+
+async def test_key_that_had_no_room_is_not_claimed_again_once_it_is_free(store, other, server):
+    server.backend.is_full = True
+    assert await store.claim("tenant/key", Claim("r-1", b"body")) is None
+    store.expire()
+    await mirrored(store)
+    server.backend.is_full = False
+    await store.release("r-1")
+    store.expire()
+    await mirrored(store)
+    assert await other.find("tenant/key") is None
+
+
 async def test_key_of_a_stream_that_is_gone_can_be_released_by_who_found_it(store, other):
     await store.claim("tenant/key", Claim("r-1", b"body"))
     store._keys.forget("r-1")  # as if its router had died

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from weakref import WeakValueDictionary
 
 from lockstep_api.v1 import state_pb2
@@ -22,6 +23,8 @@ for _outcome in ("granted", "known", "away"):
 _MAX_FOREIGN = 1024
 _RENEWALS_AT_ONCE = 1024
 """Fewer than the chores that the mirror has room for. The next ones follow a second later."""
+_REPEATS_AT_ONCE = 64
+"""Of claims and renewals that have failed: a state server that is full has to do for the streams that it has."""
 MARK_AFTER_S = 0.15
 """A request whose stream comes to the state server later than this is marked: those that find it by its key have to
 wait for its stream.
@@ -71,6 +74,10 @@ class SharedKeys:
         """By the stream; each ends with its last chore."""
         self._due: set[str] = set()
         """Streams whose keys must be renewed before their time."""
+        self._failed: dict[str, None] = {}
+        """Streams whose keys the state server may not have, as it had no room for them or did not answer; those that
+        have waited longest first.
+        """
         self._preparing: dict[str, _Marking] = {}
         """Requests that have a key, and no stream in the state server yet."""
         self._foreign: OrderedDict[str, tuple[str, float]] = OrderedDict()
@@ -95,6 +102,7 @@ class SharedKeys:
         """
         self._keys[request_id] = key
         self._renewed_at[request_id] = asyncio.get_running_loop().time()
+        self._failed.pop(request_id, None)
         if not is_fresh:
             self._due.add(request_id)
         self._foreign.pop(request_id, None)
@@ -133,6 +141,7 @@ class SharedKeys:
         self._keys.pop(request_id, None)
         self._renewed_at.pop(request_id, None)
         self._due.discard(request_id)
+        self._failed.pop(request_id, None)
         self._foreign.pop(request_id, None)
 
     async def claim(self, scope: str, claim: Claim) -> Claim | None:
@@ -146,6 +155,8 @@ class SharedKeys:
             # that the server is slow, not that it is away: nothing would tell when it is back.
             is_late = isinstance(away, StateAwayError) and away.is_late
             self.adopt(claim.request_id, key, is_fresh=not is_late)
+            if isinstance(away, StateAwayError) and away.is_full:  # nothing would tell when it has room
+                self._failed[claim.request_id] = None
             self._begin_marks(claim.request_id, key)
             return None
         if response.granted:
@@ -195,11 +206,14 @@ class SharedKeys:
         now, left = asyncio.get_running_loop().time(), _RENEWALS_AT_ONCE
         for request_id, renewed_at in list(self._renewed_at.items()):
             if not is_kept(request_id) and request_id not in self._preparing:
+                self._failed.pop(request_id, None)
                 if now - renewed_at > self.ttl_s:
                     self.forget(request_id)
             elif left and (request_id in self._due or now - renewed_at > self.ttl_s / 3):
                 self._renew(request_id, self.ttl_s)
                 left -= 1
+        for request_id in list(islice(self._failed, _REPEATS_AT_ONCE)):
+            self._renew(request_id, self.ttl_s)
 
     def renew_soon(self) -> None:
         """The state server may have forgotten all keys: `tend` sends it those of this router."""
@@ -214,6 +228,7 @@ class SharedKeys:
     def _renew(self, request_id: str, ttl_s: float) -> None:
         self._renewed_at[request_id] = asyncio.get_running_loop().time()
         self._due.discard(request_id)
+        self._failed.pop(request_id, None)
         request = self._request(request_id, self._keys[request_id], ttl_s)
         renewing = self._renewing.setdefault(request_id, _Renewing())
         self._mirror.add_chore(partial(self._renew_there, renewing, request))
@@ -224,6 +239,10 @@ class SharedKeys:
                 return
             try:
                 await self._client.renew(request)
+            except StateAwayError:
+                if request.request_id in self._keys:
+                    self._failed[request.request_id] = None
+                raise
             finally:
                 if renewing.is_released:  # it was freed in the meantime, perhaps before this came to the state server
                     await self._release(request.request_id, request.key)
