@@ -1,10 +1,17 @@
-"""Requests before any rank is ready: bad input is refused with its field, good input as unavailable."""
+"""Requests before any rank is ready: bad input is refused with its field, good input as unavailable. Then how many may
+wait for a grammar.
+"""
+
+import asyncio
+from pathlib import Path
 
 import pytest
 from handmade import write_model
 from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_engine import AsyncEngine, EngineConfig, Request, SamplingParams
+from lockstep_engine import AsyncEngine, EngineConfig, Grammar, GrammarKind, Request, SamplingParams
 
+TESTS = Path(__file__).parent
+REFERENCE = TESTS.parents[2] / "models/reference"
 VOCAB, CONTEXT = 100, 128
 
 
@@ -56,3 +63,30 @@ def test_a_good_request_is_unavailable_until_the_ranks_are_ready(engine):
     assert error.retry_after_s > 0
     assert error.meaning.retryable
     assert engine.status().queued == 0
+
+
+@pytest.fixture
+async def ready():
+    """An engine with a tokenizer, whose ranks never end a step: two requests run and three wait."""
+    script = f"import sys; sys.path.insert(0, {str(TESTS)!r}); import scripted_ranks_zygote; "
+    script += "scripted_ranks_zygote.main(holds=True)"
+    config = EngineConfig(model=str(REFERENCE), max_seqs=2, max_queue=3, prefill_deadline_s=600.0)
+    engine = AsyncEngine(config, on_outputs=lambda *_: None, on_change=lambda: None, zygote=script)
+    async with asyncio.timeout(120):
+        await engine.start()
+    yield engine
+    await engine.close()
+
+
+async def test_requests_that_wait_for_a_grammar_are_no_more_than_can_run_and_wait(ready):
+    grammar = SamplingParams(grammar=Grammar(GrammarKind.REGEX, "(ab)+", "response_format"))
+    for number in range(5):  # in one turn of the loop: none is compiled before the last is here
+        ready.submit(Request(f"r{number}", (1, 2), grammar))
+    assert refusal(ready, grammar=grammar.grammar).code is ErrorCode.OVERLOADED
+    assert ready.status().queued == 5
+    ready.submit(Request("free", (1, 2), SamplingParams()))  # what compiles keeps no other out
+    assert ready.status().running == 1
+    for number in range(5):
+        ready.cancel(f"r{number}")
+    ready.submit(Request("r", (1, 2), grammar))
+    assert ready.status().queued == 1

@@ -148,6 +148,9 @@ class AsyncEngine:
             if request.sampling.grammar is None or self._scheduler.is_complete(request):
                 self._enqueue(request, arrived_at, None)
             else:
+                # They keep their prompts, so they need a bound of their own. Requests without a grammar do not count
+                # them: a grammar that takes seconds to compile must not keep those out.
+                self._scheduler.check_queue(len(self._compilations.request_ids))
                 self._compilations.begin(request, request.sampling.grammar, arrived_at)
         except MemoryError:
             raise no_memory() from None

@@ -92,11 +92,21 @@ class Scheduler:
             return Output(request.id, sequence.emitted, (), finish=reason)
         self._check_capacity(request)
         if len(sequences.waiting) >= self._limits.max_queue:
-            raise LockstepError(
-                ErrorCode.OVERLOADED, f"the queue of {self._limits.max_queue} requests is full", retry_after_s=1.0
-            )
+            raise self._queue_is_full()
         sequences.add(sequence)
         return None
+
+    def check_queue(self, coming: int) -> None:
+        """Refuse a request that would find the queue full, because `coming` others are queued before it and as many as
+        can run leave it.
+
+        Raises:
+            LockstepError: OVERLOADED.
+        """
+        sequences = self.sequences
+        free = sequences.places - len(sequences.running)
+        if len(sequences.waiting) + coming >= self._limits.max_queue + free:
+            raise self._queue_is_full()
 
     def cancel(self, request_id: str) -> bool:
         """Remove a request and free its blocks. False if the id is unknown."""
@@ -297,6 +307,11 @@ class Scheduler:
                     f"{what} {needs} of KV cache, {whose} {room}",
                     field=field,
                 )
+
+    def _queue_is_full(self) -> LockstepError:
+        return LockstepError(
+            ErrorCode.OVERLOADED, f"the queue of {self._limits.max_queue} requests is full", retry_after_s=1.0
+        )
 
     def _remove(self, sequence: Sequence) -> None:
         if sequence.sampling_row >= 0:
