@@ -306,7 +306,9 @@ class Network:
         self.silence_kind = "silent"
         """How their connections end."""
         self.cut_kind = "broken"
-        """How connections end that break; `silent`: nothing more comes on them."""
+        """How connections end that break; `silent`: nothing more comes on them; `late`: their own time ends."""
+        self.late_s = 0.0
+        """After how long it does."""
         self.waits = []
         """How long the head of each answer may take."""
         self.read_s = 0.0
@@ -379,7 +381,8 @@ class Network:
             chunk, self._body = self._body[:size], self._body[size:]
             return chunk
         if self._is_cut:
-            self.clock.now_s += self.expected[-1] if self.cut_kind == "silent" else 0.0
+            if self.cut_kind != "broken":
+                self.clock.now_s += self.expected[-1] if self.cut_kind == "silent" else self.late_s
             raise BrokenError(self.cut_kind, "reset")
         return None
 

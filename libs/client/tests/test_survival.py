@@ -454,7 +454,14 @@ def test_deadline_is_told_to_the_router():
 
 @pytest.mark.parametrize(
     ("kind", "timeout_s", "is_avoided"),
-    [("silent", 7.0, False), ("connect", 7.0, False), ("broken", 7.0, True), ("silent", 60.0, True)],
+    [
+        ("silent", 7.0, False),
+        ("connect", 7.0, False),
+        ("broken", 7.0, True),
+        ("late", 7.0, False),
+        ("silent", 60.0, True),
+        ("late", 60.0, True),
+    ],
 )
 @pytest.mark.parametrize("path", [CHAT, "/v1/models"])
 def test_router_is_avoided_for_a_failure_of_its_own_alone(path, kind, timeout_s, is_avoided):
@@ -480,6 +487,22 @@ def test_router_of_a_stream_is_not_avoided_for_the_silence_before_the_callers_de
         list(network.request(CHAT, CHAT_BODY, replace(POLICY, timeout_s=7.0)))
     assert len(network.sent) == 1
     assert {network.known.pick(()).root for _ in range(20)} == {A, B}
+
+
+def test_router_is_not_avoided_for_a_call_that_the_deadline_has_ended():
+    network = Network({A: FakeRouter("first"), B: FakeRouter("second")}, [300])
+    network.cut_kind, network.late_s = "late", 60.0
+    with pytest.raises(DeadlineExceededError):
+        list(network.request(CHAT, CHAT_BODY, replace(POLICY, timeout_s=60.0)))
+    assert {network.known.pick(()).root for _ in range(20)} == {A, B}
+
+
+def test_call_that_the_deadline_has_ended_a_little_early_is_that_error_too():
+    network = Network({A: FakeRouter()})
+    network.silences, network.silence_kind = 1, "late"
+    policy = replace(POLICY, timeout_s=60.0, silence_timeout_s=60.0 - 2**-11)  # routers are told milliseconds
+    with pytest.raises(DeadlineExceededError):
+        list(network.request("/v1/models", None, policy))
 
 
 def test_silent_stream_is_resumed():

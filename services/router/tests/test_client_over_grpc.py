@@ -12,6 +12,7 @@ import pytest
 from lockstep_api.v1 import inference_pb2
 from lockstep_client import (
     AsyncLockstepClient,
+    DeadlineExceededError,
     Finish,
     InvalidRequestError,
     LockstepClient,
@@ -516,3 +517,59 @@ async def test_only_a_missing_answer_for_health_means_a_dead_router(code, is_ali
     finally:
         await channel.channel.close()
         await server.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def hanging_router():
+    """Its address, and an event that is set when it is asked for its health. It answers nothing but that."""
+    asked = asyncio.Event()
+
+    async def check(*_):
+        asked.set()
+        return b""
+
+    async def hang(*_):
+        await asyncio.Event().wait()
+        yield b""
+
+    class Handler(grpc.GenericRpcHandler):
+        def service(self, details):
+            is_question = details.method.endswith("/Check")
+            return (
+                grpc.unary_unary_rpc_method_handler(check)
+                if is_question
+                else grpc.unary_stream_rpc_method_handler(hang)
+            )
+
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers([Handler()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}", asked
+    finally:
+        await server.stop(0)
+
+
+async def test_router_is_asked_for_its_health_in_time_for_an_answer_before_the_deadline():
+    """So that one that hangs is avoided: after `probe_after_s` alone the request would have ended long before."""
+    policy = replace(POLICY, timeout_s=600.0, connect_timeout_s=599.0, probe_after_s=3600.0, silence_timeout_s=3600.0)
+    async with hanging_router() as (address, asked), AsyncLockstepClient(f"grpc://{address}", policy=policy) as client:
+        asking = asyncio.create_task(client.complete(**TEXT))
+        async with asyncio.timeout(60.0):
+            await asked.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_deadline_of_a_call_is_no_failure_of_its_router(stream):
+    policy = replace(POLICY, timeout_s=1.5, silence_timeout_s=0.3)
+    async with hanging_router() as (address, _):
+        urls = [f"grpc://{address}", f"grpc://localhost:{address.rpartition(':')[2]}"]
+        async with AsyncLockstepClient(urls, policy=policy) as client:
+            with pytest.raises(DeadlineExceededError):
+                await client.complete(**TEXT, stream=stream)
+            routers = client._transport._shared.routers
+            assert {str(routers.pick(())) for _ in range(50)} == set(urls)

@@ -96,7 +96,10 @@ class Attempts:
         """
         remaining_s = self.remaining_s
         if remaining_s is not None and remaining_s <= 0:
-            raise DeadlineExceededError(f"the answer was not complete after {self.policy.timeout_s:g} s")
+            raise self._too_late()
+
+    def _too_late(self) -> DeadlineExceededError:
+        return DeadlineExceededError(f"the answer was not complete after {self.policy.timeout_s:g} s")
 
     def next(self, prefer: Router | None = None) -> Steps[Router]:
         """The router to ask next: the preferred one, if it has not been tried in this round.
@@ -160,9 +163,11 @@ class Attempts:
         """Note a failed connection. The router is avoided, unless the deadline alone has ended the wait for it."""
         remaining_s = self.remaining_s
         is_over = remaining_s is not None and remaining_s < _TICK_S
-        if broken.kind == "broken" or not (self._is_cut_short and is_over):
+        is_own = is_over and (broken.kind == "late" or (self._is_cut_short and broken.kind != "broken"))
+        if not is_own:
             self.routers.failed(router)
-        self._failure = ConnectionFailedError(f"{router}: {broken.detail}")
+        is_late = is_own and broken.kind == "late"
+        self._failure = self._too_late() if is_late else ConnectionFailedError(f"{router}: {broken.detail}")
 
     def failed(self, error: LockstepError) -> None:
         """Note that an answer has failed in its router."""

@@ -163,7 +163,7 @@ class WholeAnswer:
             except BrokenError as broken:
                 # An answer that takes long is silent. A router that lives joins the request to the one that it has,
                 # if it has a key.
-                if broken.kind == "silent" and (yield from self._lives(router)):
+                if broken.kind in ("silent", "late") and (yield from self._lives(router)):
                     self._attempts.again(router)
                     if not self._is_keyed:
                         self._attempts.wait_longer()

@@ -6,6 +6,7 @@ comments that would show that it lives.
 
 import asyncio
 import json
+import math
 import ssl
 from collections import OrderedDict
 from collections.abc import Awaitable, Mapping
@@ -35,6 +36,8 @@ _STATUSES: Mapping[grpc.StatusCode, tuple[int, str]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: (503, "overloaded"),
 }
 """Statuses that gRPC itself, or a proxy, may give, as HTTP status and error code. Others mean a broken connection."""
+_LAST_S = 0.5
+"""Of a call's time: what is left of it when the last question for the router's health has had its time."""
 _DEAD = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 """What a question for a router's health ends with if there was no answer. All else is one."""
 
@@ -204,6 +207,10 @@ class OpenCall:
         self._silence_s = silence_s
         self._connect_timeout_s = connect_timeout_s
         self._is_alone = is_alone
+        self._ask_by = -math.inf
+        """When a silent router is asked for its health for the last time, in the event loop's time. Later the call's
+        own time would end before it is known whether the router hangs, and the next request could get it again.
+        """
         self._call: Any = None
         self._reading: asyncio.Future[Any] | None = None
         self._rest: list[Chunk] = []
@@ -222,6 +229,8 @@ class OpenCall:
         )
         given_s = next((value for name, value in self._request.headers.items() if name.lower() == _TIMEOUT), None)
         timeout_s = None if given_s is None else float(given_s)
+        if timeout_s is not None:
+            self._ask_by = asyncio.get_running_loop().time() + timeout_s - self._connect_timeout_s - _LAST_S
         try:
             self._call = start(wanted.message, metadata=metadata_of(self._request), timeout=timeout_s)
         except grpc.aio.UsageError:
@@ -248,7 +257,7 @@ class OpenCall:
             return None
         if self._reading is None:
             self._reading = asyncio.ensure_future(self._call.read())
-        await asyncio.wait({self._reading}, timeout=self._silence_s)
+        await asyncio.wait({self._reading}, timeout=self._patience_s)
         if not self._reading.done():
             await self._check_life()
             return []
@@ -317,7 +326,7 @@ class OpenCall:
             error = {"message": details, "param": trailing.get(_ERROR_FIELD), "code": trailing[_ERROR_CODE]}
             return Head(int(trailing.get(_HTTP_STATUS, "500")), headers), {"error": error}
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise BrokenError("silent", "the time for the call was over")
+            raise BrokenError("late", "the time for the call was over")
         if code not in _STATUSES:
             is_early = code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details.lower()
             raise BrokenError("connect" if is_early else "broken", f"the connection broke: {code.name}")
@@ -334,7 +343,7 @@ class OpenCall:
         waiting = asyncio.ensure_future(awaited)
         try:
             while not waiting.done():
-                await asyncio.wait({waiting}, timeout=self._silence_s)
+                await asyncio.wait({waiting}, timeout=self._patience_s)
                 if not waiting.done():
                     await self._check_life()
         except BaseException:
@@ -345,6 +354,12 @@ class OpenCall:
         except (asyncio.CancelledError, grpc.aio.UsageError) as error:
             _raise_own(error)
             raise _closed() from None
+
+    @property
+    def _patience_s(self) -> float:
+        """How long to wait for something before the router is asked whether it lives."""
+        left_s = self._ask_by - asyncio.get_running_loop().time()
+        return min(self._silence_s, left_s) if left_s > 0 else self._silence_s
 
     async def _check_life(self) -> None:
         if not await self._channel.lives(self._connect_timeout_s):

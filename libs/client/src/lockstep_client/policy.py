@@ -23,7 +23,7 @@ class Policy:
     as it must behind a proxy that passes the header on and buffers the comments."""
     probe_after_s: float = 10.0
     """Over gRPC, where streams have no comments: after so long without an event the router is asked whether it lives,
-    and has `connect_timeout_s` for the answer."""
+    and has `connect_timeout_s` for the answer. It is asked sooner if the time for the request would end before that."""
     retries: int = 5
     """Rounds through all routers after the first, without anything new of the answer."""
     backoff_s: float = 0.1

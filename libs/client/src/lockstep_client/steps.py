@@ -43,9 +43,11 @@ class Head:
 
 
 class BrokenError(Exception):
-    """A connection that could not be made, broke, or was silent for too long."""
+    """A connection that could not be made, broke, or was silent for too long; `late`: a call of gRPC whose own time has
+    ended. The request's deadline has set that, unless something between client and router has a shorter one.
+    """
 
-    def __init__(self, kind: Literal["connect", "broken", "silent"], detail: str) -> None:
+    def __init__(self, kind: Literal["connect", "broken", "silent", "late"], detail: str) -> None:
         super().__init__(detail)
         self.kind = kind
         self.detail = detail
