@@ -41,6 +41,9 @@ class Listener:
     def on_result(self, result):
         self.results.append((result.step, result.token_ids))
 
+    def on_progress(self):
+        pass
+
 
 SPEC = rank_spec(tp=2, max_seqs=1, max_batch_tokens=16, context_length=16, start_timeout_s=60.0)
 
@@ -153,6 +156,36 @@ async def test_ranks_of_a_zygote_that_has_died_are_waited_for(group_of, tmp_path
             assert not [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
     finally:
         await ranks.stop()
+
+
+async def test_a_rank_that_dies_before_all_have_loaded_is_named(group_of, tmp_path):
+    """The driver orders it to allocate its blocks before it reads the end of its socket. The reason is the rank's death
+    then, and no failure of the driver."""
+    script = tmp_path / "zygote.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport answering_zygote\n"
+        "from lockstep_engine.blocks import PoolSizes\n"
+        "from lockstep_engine.control import Loaded, Loading, encode_control\n"
+        "def start(rank, control, mailbox):\n"
+        "    control.send(encode_control(Loaded(PoolSizes(8), {})))\n"
+        "    if rank == 0:\n"
+        "        control.send(encode_control(Loading(1, 1)))\n"  # what the driver reads before the end
+        "        control.send(encode_control(Loading(1, 1)))\n"
+        "        control.close()\n"
+        "    else:\n"
+        "        control.detach()\n"
+        "answering_zygote.main(start)\n"
+    )
+    ranks, listener = group_of(script, MESSAGE_BYTES)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await ranks.start()
+            pid = ranks.ranks[0].pid
+            while not listener.lost:
+                await asyncio.sleep(0.01)
+    finally:
+        await ranks.stop()
+    assert listener.lost == [(f"rank 0 (pid {pid}) died", False)]
 
 
 def plan(step, takes_ms):

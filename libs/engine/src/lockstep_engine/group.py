@@ -417,7 +417,8 @@ class RankGroup:
             return
         for process, control in zip(self.ranks, self._controls, strict=True):
             process.allocated_at_s = time.monotonic()
-            control.send(encode_control(AllocateBlocks(blocks)))
+            with contextlib.suppress(ConnectionError):  # it has just died, as in `execute`
+                control.send(encode_control(AllocateBlocks(blocks)))
 
     def _on_deadline(self, what: str, since: float) -> None:
         """A rank hangs: the one that has come least far, since the others wait for it."""
