@@ -58,10 +58,10 @@ class Run:
     """One generation that runs, or is being prepared."""
 
     def __init__(
-        self, owner: str, style: Style, request_id: str | None = None, is_known: Callable[[], bool] = lambda: True
+        self, owner: str, style: Style, request_id: str | None = None, is_known: Callable[[], bool] = lambda: False
     ) -> None:
         self.is_known = is_known
-        """Whether a client has its id by now."""
+        """Whether a client has its id by now, and so may come back to it before it is prepared."""
         self.request_id = request_id or f"r-{secrets.token_hex(_ID_BYTES)}"
         self.owner = owner
         self.style = style

@@ -181,7 +181,8 @@ class Runs:
             run = self._runs.get(request_id)
             if run is not None and run.owner == owner and run.end is None:
                 on_run(run.style)
-                run.is_known = lambda: True
+                if not run.is_taken:  # one that is taken stays where it was
+                    run.is_known = lambda: True
             reading = await self._resume(request_id, owner, account, after)
         except LockstepError as error:
             outcome = {ErrorCode.STREAM_NOT_FOUND: "not_found", ErrorCode.INVALID_REQUEST: "invalid"}
