@@ -154,10 +154,18 @@ def test_a_system_that_comes_up_late_is_waited_for(served: FakeOpenAI, lockstep)
     assert (result.returncode, len(served.received)) == (0, 4)
 
 
-def test_an_address_without_a_port_is_refused(lockstep) -> None:
+def test_an_address_that_is_no_url_is_refused(lockstep) -> None:
     result = lockstep("check", "--workers", "lockstep-workers")
     assert result.returncode == 2
     assert "--workers lockstep-workers: not a URL such as http://lockstep-workers:9001" in result.stderr
+
+
+@pytest.mark.parametrize("url", ["http://127.1.2.3:80", "https://127.1.2.3:443", "https://127.1.2.3"])
+def test_a_management_port_may_be_the_one_of_its_scheme(lockstep, served: FakeOpenAI, url: str) -> None:
+    """Nothing serves there, which is found out by asking."""
+    result = lockstep("check", "--url", served.url, "--workers", url, "--timeout", "1")
+    assert result.returncode == 1, result.stderr
+    assert f"FAIL workers: 127.1.2.3:{443 if 'https' in url else 80} " in result.stdout
 
 
 async def test_state_server_is_asked_for_its_store(worker: Worker) -> None:

@@ -37,6 +37,7 @@ _PROMPT = "It was a dark night, and"
 _AGAIN_S = 1.0
 _READYZ_TIMEOUT_S = 5.0
 _MAX_REASON_CHARS = 200
+_PORTS = {"http": 80, "https": 443}
 _OK = 200
 _FORBIDDEN = 403
 _BREAKER_OPEN = re.compile(r"^lockstep_state_breaker_open 1", re.MULTILINE)
@@ -150,8 +151,7 @@ async def _stream(target: Endpoint, model: str | None) -> str:
 
 
 async def _workers(target: Endpoint, url: httpx.URL, name: str | None = None) -> str:
-    assert url.port is not None
-    found = await asyncio.get_running_loop().getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().getaddrinfo(url.host, _port(url), type=socket.SOCK_STREAM)
     addresses = sorted({str(address[0]) for *_, address in found})
     async with _management(target) as client:
         for address in addresses:
@@ -187,9 +187,14 @@ async def _ready(client: httpx.AsyncClient, url: httpx.URL, address: str, name: 
     try:
         answer = await client.get(url.copy_with(host=address, path="/readyz"), extensions=_named(url, name))
     except httpx.HTTPError as error:
-        raise CheckError(f"{address}:{url.port} does not answer: {error or type(error).__name__}") from None
+        raise CheckError(f"{address}:{_port(url)} does not answer: {error or type(error).__name__}") from None
     if answer.status_code != 200:
-        raise CheckError(f"{address}:{url.port} is not ready: {answer.text[:_MAX_REASON_CHARS]}")
+        raise CheckError(f"{address}:{_port(url)} is not ready: {answer.text[:_MAX_REASON_CHARS]}")
+
+
+def _port(url: httpx.URL) -> int:
+    """The port of a URL; httpx drops one that is the scheme's own."""
+    return url.port or _PORTS[url.scheme]
 
 
 def _management_url(option: str, text: str) -> httpx.URL:
@@ -198,6 +203,6 @@ def _management_url(option: str, text: str) -> httpx.URL:
         has_host = bool(check_host(url.raw_host.decode()) and url.host)
     except (httpx.InvalidURL, ValueError):
         has_host = False
-    if not has_host or url.scheme not in ("http", "https") or url.port is None:
+    if not has_host or url.scheme not in _PORTS:
         raise CommandError(f"{option} {text}: not a URL such as http://lockstep-workers:9001", UNUSABLE)
     return url
