@@ -59,11 +59,15 @@ def unready(name: str) -> bool:
 PODS = [pod("w-0", "inference-worker", "n1"), pod("w-1", "inference-worker", "n2")]
 PODS += [pod("r-a", "router", "n1"), pod("r-b", "router", "n2")]
 NODES = ("n1", "n2")
-CONTROLLER = {
-    "metadata": {"generation": 1},
-    "spec": {"replicas": 2},
-    "status": {"observedGeneration": 1, "readyReplicas": 2, "updatedReplicas": 2},
-}
+
+
+def controller(component: str) -> dict:
+    labels = {"app.kubernetes.io/component": component, "app.kubernetes.io/instance": "lockstep"}
+    status = {"observedGeneration": 1, "readyReplicas": 2, "updatedReplicas": 2}
+    return {"metadata": {"generation": 1, "labels": labels}, "spec": {"replicas": 2}, "status": status}
+
+
+CONTROLLERS = [controller("inference-worker"), controller("router"), controller("not of Lockstep's chart")]
 
 
 # Objects that commands create, by kind, namespace and name.
@@ -152,7 +156,9 @@ def get(namespace: str, arguments: list[str]) -> None:
     elif kind in ("configmap", "namespace"):
         found = stored(kind, namespace if kind == "configmap" else "")
     else:
-        found = [CONTROLLER, CONTROLLER]
+        found = [
+            each for each in CONTROLLERS if all(matches(each["metadata"]["labels"], term) for term in terms(label))
+        ]
     if names:
         found = [each for each in found if each["metadata"]["name"] == names[0]]
         if not found:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from lockstep_tools.chaos.experiments import EXPERIMENTS, Breaks, Victim, scripts
+from lockstep_tools.chaos.kubectl import Kubectl
 from lockstep_tools.chaos.laboratory import Laboratory
 from lockstep_tools.chaos.outcome import assign, conclude
 from lockstep_tools.chaos.release import ROUTER, WORKER, Pod, Release
@@ -245,6 +246,16 @@ def test_evicted_pods_do_not_keep_a_release_from_being_ready() -> None:
     assert [each.name for each in Release("lockstep", Listed(*pods)).ready_pods()] == ["w-0", "r-a"]
     with pytest.raises(CommandError, match="not ready: r-b"):
         Release("lockstep", Listed(*pods, ("r-b", ROUTER, "Pending"))).ready_pods()
+
+
+def test_a_release_is_settled_whatever_other_charts_run_in_it(cluster: Path) -> None:
+    """An umbrella chart may have a database with the same label of the release. Its pods are not counted."""
+    release = Release("lockstep", Kubectl("serving"))
+    assert {each["metadata"]["labels"]["app.kubernetes.io/component"] for each in release.controllers()} == {
+        WORKER,
+        ROUTER,
+    }
+    assert release.is_settled()
 
 
 @pytest.mark.parametrize(("there", "missing"), [(ROUTER, WORKER), (WORKER, ROUTER)])

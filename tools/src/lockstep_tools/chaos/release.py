@@ -43,16 +43,19 @@ class Release:
 
     def pods(self) -> list[Pod]:
         """Its routers and workers, its state servers and its bundled Redis if it has them, as they are now."""
-        selector = f"{_INSTANCE}={self.name},{_COMPONENT} in ({ROUTER},{WORKER},{STATE},{REDIS})"
-        found = self.kubectl.json("get", "pods", "-l", selector)["items"]
+        found = self.kubectl.json("get", "pods", "-l", self._selector)["items"]
         # Kubernetes keeps an evicted pod beside the one that has replaced it.
         return [_pod(item) for item in found if item["status"].get("phase") not in _ENDED]
 
     def controllers(self) -> list[Mapping[str, Any]]:
-        """The controllers of its pods: StatefulSets and Deployments."""
-        found = self.kubectl.json("get", "statefulsets,deployments", "-l", f"{_INSTANCE}={self.name}")
+        """The controllers of its pods: StatefulSets and Deployments. Not those of other charts in the same release."""
+        found = self.kubectl.json("get", "statefulsets,deployments", "-l", self._selector)
         items: list[Mapping[str, Any]] = found["items"]
         return items
+
+    @property
+    def _selector(self) -> str:
+        return f"{_INSTANCE}={self.name},{_COMPONENT} in ({ROUTER},{WORKER},{STATE},{REDIS})"
 
     def require(self) -> list[Pod]:
         """Its pods, ready or not.
