@@ -98,6 +98,17 @@ async def test_several_frames_in_one_message_are_taken_in_order(worker):
     assert [stream.stream_id for stream in (await router.next("tokens")).tokens.streams] == ["a", "c"]
 
 
+async def test_a_message_of_many_frames_does_not_keep_the_loop_from_others(worker):
+    router = await worker.greeted()
+    frames = [worker_pb2.RouterFrame(submit=submit(f"s{number}")) for number in range(1000)]
+    await router.send(several=worker_pb2.RouterFrames(frames=frames))
+    async with asyncio.timeout(PATIENCE_S):
+        while not worker.engine.requests:
+            await asyncio.sleep(0)
+    assert len(worker.engine.requests) < len(frames), "others would wait for all of them"
+    await until(lambda: len(worker.engine.requests) == len(frames))
+
+
 async def test_a_second_hello_among_several_frames_is_refused(worker):
     router = await worker.greeted()
     hello = worker_pb2.RouterFrame(hello=worker_pb2.RouterHello(router_id="r0"))

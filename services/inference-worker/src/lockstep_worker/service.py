@@ -22,6 +22,8 @@ _HELLO_TIMEOUT_S = 10.0
 ABORT_TIMEOUT_S = 30.0
 """The longest wait for a router to read what precedes the status of its call."""
 _MAX_ROUTER_ID_CHARS = 128  # the id is only used in logs
+_FRAMES_AT_ONCE = 32
+"""Of one message, which may have millions. After each so many the event loop serves others."""
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -85,8 +87,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def _read(self, connection: RouterConnection, context: grpc.aio.ServicerContext) -> None:
         while (message := await _read_message(context)) is not grpc.aio.EOF:
-            for frame in message.several.frames if message.HasField("several") else (message,):
+            frames = message.several.frames if message.HasField("several") else (message,)
+            for number, frame in enumerate(frames, start=1):
                 self._take(connection, frame)
+                if number % _FRAMES_AT_ONCE == 0:
+                    await asyncio.sleep(0)
 
     def _take(self, connection: RouterConnection, frame: worker_pb2.RouterFrame) -> None:
         match frame.WhichOneof("frame"):
