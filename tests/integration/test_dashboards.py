@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -108,7 +109,8 @@ def load(stack: Stack) -> None:
             for _ in lines:
                 pass
         assert resume(url, stream_id) == 200
-        assert resume(other, stream_id) == 200
+        # The copy comes a little later: after up to 50 ms, and what the state server takes for it.
+        wait_for(partial(is_known, other, stream_id), "the stream is mirrored", PATIENCE_S)
 
 
 def resume(url: str, stream_id: str) -> int:
@@ -116,6 +118,12 @@ def resume(url: str, stream_id: str) -> int:
         f"{url}/v1/streams/{stream_id}", headers=HEADERS, timeout=PATIENCE_S, trust_env=False, verify=False
     )
     return answer.status_code
+
+
+def is_known(url: str, stream_id: str) -> bool:
+    status = resume(url, stream_id)
+    assert status in (200, 404)
+    return status == 200
 
 
 @contextmanager
