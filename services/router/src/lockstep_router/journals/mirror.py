@@ -7,11 +7,9 @@ look-up.
 
 import asyncio
 import logging
-import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 from lockstep_api.v1 import state_pb2
 from lockstep_api.v1.state_pb2 import WriteOutcome
@@ -19,8 +17,9 @@ from lockstep_common.state_channel import StateAwayError, StateRefusedError
 
 from lockstep_router import metrics
 from lockstep_router.journals.mirror_entry import Entry
+from lockstep_router.journals.mirror_write import Sent, write_of
 from lockstep_router.journals.state_client import StateClient
-from lockstep_router.journals.stored_form import REMOVED, tenant_of, to_message, to_piece
+from lockstep_router.journals.stored_form import REMOVED, tenant_of
 
 logger = logging.getLogger("lockstep.router")
 
@@ -33,8 +32,6 @@ _BATCH_BYTES = 256 << 10
 """A larger batch would keep the event loop from the streams for too long. A single write may be larger."""
 _WRITE_BYTES = 8 << 20
 """Of one write: the state server takes messages of twice as much."""
-_WRITE_IDS = 16_384
-_WRITE_LOGPROBS = 1024
 _FULL_PAUSE_S = 1.0
 """A stream for which there was no room, or whose outcome is not known, is tried again after this time."""
 _MAX_CHORES = 4096
@@ -51,18 +48,6 @@ for _outcome in (*_NAMES.values(), _OTHER, "dropped", "unavailable", "refused", 
     metrics.JOURNAL_WRITES.labels(_outcome)  # from 0
 _ENDINGS = frozenset({state_pb2.WRITE_OUTCOME_CONFLICT, state_pb2.WRITE_OUTCOME_INVALID})
 """Outcomes after which more writes to the stream are useless."""
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A write on its way."""
-
-    request_id: str
-    entry: Entry
-    since: float | None
-    ends: Sequence[tuple[int, int, bool, bool]]
-    """Of each piece: the choice, the position of its end, and whether it has the finish and the mark."""
-    seal: bytes | None
 
 
 class Mirror:
@@ -104,7 +89,7 @@ class Mirror:
         self._lost: OrderedDict[str, str] = OrderedDict()
         """The newest streams that were removed here when another router had them already, and their owners."""
         self._writing: asyncio.Task[None] | None = None
-        self._flight: list[_Sent] = []
+        self._flight: list[Sent] = []
 
     def start(self) -> None:
         """Begin to write."""
@@ -319,13 +304,13 @@ class Mirror:
             self.drop(each.request_id)
         self._flight = []
 
-    def _batch(self) -> tuple[list[tuple[state_pb2.StreamWrite, _Sent]], bool]:
+    def _batch(self) -> tuple[list[tuple[state_pb2.StreamWrite, Sent]], bool]:
         """The next batch, and whether it has all that may be in one."""
         made, size = [], 0
         for request_id in list(self._changed):
             entry = self.entries[request_id]
             try:
-                write, sent = self._write(request_id, entry)
+                write, sent = write_of(request_id, entry, self._owner, self.ttl_s)
             except Exception:
                 # A defect in one stream must not stop the others.
                 logger.exception("a stream cannot be mirrored", extra={"request_id": request_id})
@@ -345,36 +330,9 @@ class Mirror:
                 return made, True
         return made, False
 
-    def _write(self, request_id: str, entry: Entry) -> tuple[state_pb2.StreamWrite, _Sent]:
-        record = entry.stream.record
-        write = state_pb2.StreamWrite(
-            tenant=tenant_of(record.owner), stream_id=request_id, epoch=entry.epoch, ttl_s=self.ttl_s
-        )
-        if not entry.is_open:
-            write.record.CopyFrom(to_message(record, entry.key))
-            write.owner = self._owner
-            if record.deadline_at is not None:
-                write.left_s = max(0.0, record.deadline_at - time.time())
-        ends, is_all = [], True
-        if entry.seal != REMOVED and not entry.is_frozen:
-            room = _WRITE_IDS
-            for index, log in enumerate(entry.stream.logs):
-                begin = entry.written[index]
-                end = min(len(log.ids), begin + min(room, _WRITE_LOGPROBS if log.logprobs else room))
-                is_all = is_all and end == len(log.ids)
-                if end > begin or (end == len(log.ids) and entry.lacks_end(index)):
-                    write.pieces.append(to_piece(index, log, begin, end))
-                    ends.append((index, end, bool(log.finish) and end == len(log.ids), log.is_inexact))
-                    room -= end - begin
-        seal = entry.seal if is_all else None
-        if seal is not None and (not entry.is_frozen or seal == REMOVED):
-            write.seal.outcome = seal
-            write.ttl_s = entry.seal_ttl_s
-        return write, _Sent(request_id, entry, entry.changed_at, ends, seal)
-
     # Outcomes.
 
-    def _restore(self, sent: _Sent) -> None:
+    def _restore(self, sent: Sent) -> None:
         """A write was not done, as far as is known: it is made again."""
         if self.entries.get(sent.request_id) is sent.entry:
             entry = sent.entry
@@ -407,7 +365,7 @@ class Mirror:
             self._wake.set()
         self._time_put_off()
 
-    def _note_result(self, sent: _Sent, result: state_pb2.WriteResult) -> None:
+    def _note_result(self, sent: Sent, result: state_pb2.WriteResult) -> None:
         entry, outcome = sent.entry, result.outcome
         if self.entries.get(sent.request_id) is not entry:
             return
@@ -452,7 +410,7 @@ class Mirror:
             case outcome if outcome not in _NAMES:
                 entry.not_before = now + _FULL_PAUSE_S
 
-    def _note_written(self, sent: _Sent, now: float) -> None:
+    def _note_written(self, sent: Sent, now: float) -> None:
         entry = sent.entry
         entry.is_open, entry.written_at, entry.not_before = True, now, 0.0
         for choice, end, has_finish, is_marked in sent.ends:
@@ -468,12 +426,12 @@ class Mirror:
         elif entry.is_left:
             self.drop(sent.request_id)
 
-    def _note_lost(self, sent: _Sent) -> None:
+    def _note_lost(self, sent: Sent) -> None:
         self._lost[sent.request_id] = sent.entry.stream.record.owner
         if len(self._lost) > _MAX_LOST:
             self._lost.popitem(last=False)
 
-    def _freeze(self, sent: _Sent) -> None:
+    def _freeze(self, sent: Sent) -> None:
         """The stream is too large. What is there can still be continued, so its time to live is renewed."""
         entry = sent.entry
         if entry.is_open and entry.seal is None and not entry.is_left:
@@ -482,14 +440,14 @@ class Mirror:
         else:
             self._note_sealed(sent)
 
-    def _note_sealed(self, sent: _Sent) -> None:
+    def _note_sealed(self, sent: Sent) -> None:
         """Nothing can be added to the stream; one that had to be removed is removed now."""
         if sent.entry.seal == REMOVED:
             self.add_chore(lambda: self._trim(sent))
         else:
             self.drop(sent.request_id)
 
-    async def _trim(self, sent: _Sent) -> None:
+    async def _trim(self, sent: Sent) -> None:
         """Have the state server forget a stream whose end cannot be written. Until then it is not settled."""
         try:
             await self._client.trim(trim_request(sent.entry.stream.record.owner, sent.request_id, self.ttl_s))
