@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 
 import pytest
 from journal_store_contract import KEEP_S, STOP, logprobs, record
@@ -9,6 +10,7 @@ from lockstep_api.v1 import state_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router import metrics
 from lockstep_router.journals import Claim, Outcome, Piece
+from lockstep_router.journals.mirror import MIRROR_CALLS
 from lockstep_router.journals.stored_form import tenant_of
 from lockstep_state.keys import Kind, key_of
 from mirrored_stores import FAILED, count, fill, mirrored
@@ -178,16 +180,47 @@ async def test_what_did_not_fit_in_a_batch_is_written_at_once(make_store, monkey
     assert not asked_s, "nothing is written before all are open"
     await mirrored(store)
     sizes, waits_s, _ = zip(*batches, strict=True)
-    assert sizes == (512, 512, 512, 264), "three that are full, and the rest"
-    assert waits_s[1:] == (0.0, 0.0, 0.0)
+    assert sizes == (*[128] * 14, 8), "fourteen that are full, and the rest"
+    assert set(waits_s[1:]) == {0.0}
 
     batches.clear()
     is_odd = True
     for n in range(1800):
         store.append(f"r-{n}", Piece(0, 0, [5], logprobs(5)))
-    await eventually(lambda: len(batches) >= 2)
-    (_, _, first_at), (_, _, second_at), *_ = batches
-    assert second_at - first_at > gather_s / 2
+    await eventually(lambda: len(batches) > MIRROR_CALLS)
+    *_, (_, _, last_at), (_, _, next_at) = batches[: MIRROR_CALLS + 1]
+    assert next_at - last_at > gather_s / 2, "those that were on their way already were not the only ones"
+
+
+async def test_batches_are_on_their_way_beside_each_other_with_other_streams(make_store, server, other, monkeypatch):
+    """As many as may be, while there is enough for them. Each stream grows meanwhile, and is never in two of them."""
+    store = await make_store(timeout_s=60.0, max_streams=2000, max_bytes=256 << 20)
+    names = [f"r-{n}" for n in range(800)]
+    append, writing, most, most_of_one = store.client.append, Counter(), 0, 0
+
+    async def watched(request):
+        nonlocal most, most_of_one
+        writing.update(write.stream_id for write in request.writes)
+        most, most_of_one = max(most, sum(writing.values())), max(most_of_one, *writing.values())
+        try:
+            return await append(request)
+        finally:
+            writing.subtract(write.stream_id for write in request.writes)
+
+    monkeypatch.setattr(store.client, "append", watched)
+    for name in names:
+        await store.open(record(name))
+    server.backend.delay_s = 0.1
+    for position in range(3):
+        calls = len(server.backend.calls)
+        for name in names:
+            store.append(name, Piece(0, position, [5 + position], logprobs(5 + position)))
+        await eventually(lambda calls=calls: len(server.backend.calls) > calls)
+    server.backend.delay_s = 0.0
+    await mirrored(store)
+    assert (most, most_of_one) == (MIRROR_CALLS * 128, 1)
+    for name in (names[0], names[-1]):
+        assert list((await other.look_up(name, "tenant")).logs[0].ids) == [5, 6, 7]
 
 
 async def test_taken_stream_keeps_its_key_while_the_server_is_away(store, other, server):

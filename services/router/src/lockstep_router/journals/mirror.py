@@ -1,14 +1,15 @@
 """Writes the journals of running streams to the state server, so that another router can continue them.
 
-One task writes, one batch at a time: whatever all streams have gained since the last one. Nothing is queued but the
-names of streams: the tokens are taken from the journals in memory when the batch is made. Token by token it costs one
-look-up.
+One task writes batches, one at a time: whatever all streams have gained since the last one. While batches are full and
+answered, others are on their way beside it, with other streams, so that this process, the state server and Redis work
+at the same time. Nothing is queued but the names of streams: the tokens are taken from the journals in memory when the
+batch is made. Token by token it costs one look-up.
 """
 
 import asyncio
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from lockstep_api.v1 import state_pb2
@@ -23,7 +24,9 @@ from lockstep_router.journals.stored_form import REMOVED, tenant_of
 
 logger = logging.getLogger("lockstep.router")
 
-_BATCH_WRITES = 512
+MIRROR_CALLS = 3
+"""Batches that are on their way at a time, at most: one is made here, the state server has one, and Redis another."""
+_BATCH_WRITES = 128
 _MORE_WRITES = 4
 """A full batch that is answered lets the next one have so many writes more. After one that is not they are halved: it
 may have been too much for the time, as when a slow server returns to which everything is written again.
@@ -82,27 +85,33 @@ class Mirror:
         """Other calls for the state server. Beyond the bound the oldest are dropped: it has times to live."""
         self._chores_in_flight = 0
         self._batch_writes = _BATCH_WRITES
-        self._is_backlog = False
-        """Whether the last batch was full, and was written completely. What did not fit has waited already."""
+        self._is_full = False
+        """Whether the last batch had no room for all. What did not fit has waited already."""
+        self._is_sound = True
+        """Whether the batch that was answered last was written completely."""
         self.on_return: Callable[[], None] = lambda: None
         """Called when the state server may have forgotten everything; streams are written again then."""
         self._lost: OrderedDict[str, str] = OrderedDict()
         """The newest streams that were removed here when another router had them already, and their owners."""
-        self._writing: asyncio.Task[None] | None = None
-        self._flight: list[Sent] = []
+        self._writing: list[asyncio.Task[None]] = []
+        self._more = asyncio.Event()
+        """There may be enough for another batch beside those that are on their way."""
+        self._flight: dict[str, Sent] = {}
+        """Writes on their way: no more than one of a stream, since the next one begins where that ends."""
 
     def start(self) -> None:
         """Begin to write."""
-        self._writing = asyncio.create_task(self._write_forever())
+        beside = [self._write_beside() for _ in range(MIRROR_CALLS - 1)]
+        self._writing = [asyncio.create_task(each) for each in (self._write_forever(), *beside)]
 
     async def close(self) -> None:
         """Write what is missing, if that takes no time, and stop."""
-        if self._writing is None:
+        if not self._writing:
             return
-        self._writing.cancel()
-        await asyncio.gather(self._writing, return_exceptions=True)
-        for sent in self._flight:
-            self._restore(sent)
+        for task in self._writing:
+            task.cancel()
+        await asyncio.gather(*self._writing, return_exceptions=True)
+        self._give_back(list(self._flight.values()))
         try:
             async with asyncio.timeout(_FINAL_FLUSH_S):
                 while not self._client.mirror.is_open and (await self._write_batch() or self._chores):
@@ -221,7 +230,7 @@ class Mirror:
     def lag_s(self) -> float:
         """Age of the oldest change that the state server does not have."""
         since = [entry.changed_at for entry in self.entries.values() if entry.changed_at is not None]
-        since += [sent.since for sent in self._flight if sent.since is not None]
+        since += [sent.since for sent in self._flight.values() if sent.since is not None]
         return max(0.0, asyncio.get_running_loop().time() - min(since)) if since else 0.0
 
     # Writing.
@@ -242,12 +251,22 @@ class Mirror:
             if self._changed or self._chores:
                 self._wake.set()
 
+    async def _write_beside(self) -> None:
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            try:
+                if self._has_more:  # still
+                    await self._write_batch()
+            except Exception:
+                logger.exception("the mirror of the journals has a defect")
+
     def _wait_s(self, began_at: float) -> float:
         """Time until the next batch. Changes are gathered for a while, unless they have waited already because the last
         one took long. Batches begin no sooner one after the other than that, so that repeats are not too many; a batch
         that was full, and is not to be repeated, has the next one at once.
         """
-        if self._is_backlog and self._changed:
+        if self._is_full and self._is_sound:
             return 0.0
         now = asyncio.get_running_loop().time()
         oldest = next((self.entries[each].changed_at for each in self._changed), None)
@@ -255,59 +274,71 @@ class Mirror:
 
     async def _write_batch(self) -> bool:
         """Write what is missing, as much as fits in one batch; False if there was nothing to write."""
-        self._is_backlog = False
-        batch, is_full = self._batch()
+        batch, self._is_full = self._batch()
         if not batch:
             return False
-        writes, self._flight = [write for write, _ in batch], [sent for _, sent in batch]
+        writes, sent = [write for write, _ in batch], [each for _, each in batch]
+        self._flight |= {each.request_id: each for each in sent}
+        if self._has_more:
+            self._more.set()
         try:
             response = await self._client.append(state_pb2.AppendRequest(writes=writes))
         except StateAwayError as away:
             metrics.JOURNAL_WRITES.labels("unavailable").inc(len(batch))
-            self._halve()
-            self._give_back()
+            self._is_sound = False
+            self._halve(len(sent))
+            self._give_back(sent)
             if not away.is_late:
                 # It may have restarted, and forgotten streams that have nothing new.
                 self.note_return()
             return True
         except StateRefusedError as refused:
-            self._note_refusal(str(refused))
+            self._note_refusal(sent, str(refused))
             return True
-        sent, self._flight = self._flight, []
+        self._land(sent)
         if len(sent) >= self._batch_writes:
             self._batch_writes = min(_BATCH_WRITES, len(sent) + _MORE_WRITES)
-        self._is_backlog = is_full and all(each.outcome == state_pb2.WRITE_OUTCOME_OK for each in response.results)
+        self._is_sound = all(each.outcome == state_pb2.WRITE_OUTCOME_OK for each in response.results)
         for outcome, count in Counter(each.outcome for each in response.results).items():
             metrics.JOURNAL_WRITES.labels(_NAMES.get(outcome, _OTHER)).inc(count)
         for each, result in zip(sent, response.results, strict=True):
             self._note_result(each, result)
         return True
 
-    def _halve(self) -> None:
-        self._batch_writes = max(1, min(self._batch_writes, len(self._flight)) // 2)
+    @property
+    def _has_more(self) -> bool:
+        """Whether there is enough for another batch beside those on their way, and the state server takes them all."""
+        return self._is_full and self._is_sound and self._batch_writes == _BATCH_WRITES
 
-    def _give_back(self) -> None:
-        sent, self._flight = self._flight, []
+    def _halve(self, writes: int) -> None:
+        self._batch_writes = max(1, min(self._batch_writes, writes) // 2)
+
+    def _land(self, sent: Sequence[Sent]) -> None:
+        for each in sent:
+            del self._flight[each.request_id]
+
+    def _give_back(self, sent: Sequence[Sent]) -> None:
+        self._land(sent)
         for each in sent:
             self._restore(each)
 
-    def _note_refusal(self, reason: str) -> None:
+    def _note_refusal(self, sent: Sequence[Sent], reason: str) -> None:
         """The whole call was refused: a smaller batch may be taken, a single write is given up."""
-        metrics.JOURNAL_WRITES.labels("refused").inc(len(self._flight))
-        if len(self._flight) > 1:
-            self._halve()
-            self._give_back()
+        metrics.JOURNAL_WRITES.labels("refused").inc(len(sent))
+        self._is_sound = False
+        if len(sent) > 1:
+            self._halve(len(sent))
+            self._give_back(sent)
             return
-        ids = [each.request_id for each in self._flight]  # one, or none
-        logger.error("the state server refuses a stream", extra={"request_id": ",".join(ids), "reason": reason})
-        for each in self._flight:
+        self._land(sent)
+        for each in sent:  # one
+            logger.error("the state server refuses a stream", extra={"request_id": each.request_id, "reason": reason})
             self.drop(each.request_id)
-        self._flight = []
 
     def _batch(self) -> tuple[list[tuple[state_pb2.StreamWrite, Sent]], bool]:
         """The next batch, and whether it has all that may be in one."""
         made, size = [], 0
-        for request_id in list(self._changed):
+        for request_id in [each for each in self._changed if each not in self._flight]:
             entry = self.entries[request_id]
             try:
                 write, sent = write_of(request_id, entry, self._owner, self.ttl_s)
