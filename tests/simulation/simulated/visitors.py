@@ -7,7 +7,7 @@ what any client can do with the API.
 import asyncio
 import json
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -234,18 +234,17 @@ class Visitor:
         """Do what the library wants, until it has the answer or the client leaves."""
         result, broken = None, None
         leaves = self.visit.leaves_after[:1]
-        with closing(steps):
+        with closing(steps), ExitStack() as at_end:
+            at_end.callback(self._hang_up)  # after an error of the library's own, too
             while True:
                 try:
                     step = steps.send(result) if broken is None else steps.throw(broken)
                 except StopIteration:
-                    self._hang_up()
                     return
                 result = broken = None
                 if isinstance(step, Give):
                     self._take_given(step.value)
                     if leaves and self.book.tokens >= leaves[0] and not self.book.has_ended:
-                        self._hang_up()
                         return
                     continue
                 try:

@@ -26,6 +26,8 @@ VANISHED_S = 2.0
 _MIN_LATENCY_S, _JITTER_S = 0.0005, 0.002
 _WINDOW = 64
 """Pieces of an answer that the client has not read, after which the router waits."""
+_TURN_S = 0.01
+"""A router that goes on after a stop has done nothing yet in this time."""
 _CUT_SHARE = 0.05
 """Of the pieces: they arrive in two parts."""
 
@@ -131,6 +133,7 @@ class Exchange:
         self._request = request
         self._last_at = 0.0
         self._is_complete = self._has_vanished = self._is_closed = False
+        self._came_to_frozen = False
         # The router's side.
         self._gone = asyncio.Event()
         self._room = asyncio.Event()
@@ -147,6 +150,7 @@ class Exchange:
 
     def begin(self) -> None:
         """The request arrives."""
+        self._came_to_frozen = self.process.loop.is_frozen
         self.process.call(self._begin)
 
     def _begin(self) -> None:
@@ -254,6 +258,11 @@ class Exchange:
     def is_waiting(self) -> bool:
         """Whether the router still owes its client something that could arrive."""
         return self._task is not None and not self._has_vanished and not self._gone.is_set() and self._unread < _WINDOW
+
+    @property
+    def had_no_turn(self) -> bool:
+        """Whether the router was stopped when the request came, and has just gone on: it cannot have answered yet."""
+        return self._came_to_frozen and self._kernel.now - self.process.loop.thawed_at < _TURN_S
 
     def cut_off(self) -> None:
         """The router's process ends: what its server still serves is cancelled."""
