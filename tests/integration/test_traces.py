@@ -94,7 +94,8 @@ def test_a_streamed_request_says_when_its_first_token_came(traced: Traced) -> No
         "POST", f"{traced.system.api}/completions", json=body, timeout=60, trust_env=False, headers=headers(20)
     ) as response:
         assert [line for line in response.iter_lines() if line][-1] == "data: [DONE]"
-    wait_for(lambda: len(named(spans_of(traced.receiver, 20), "rank")) == 8, "the ranks' spans have come")
+    # A phase's span comes after those of its ranks.
+    wait_for(lambda: len(named(spans_of(traced.receiver, 20), "decode")) == 2, "the worker's spans have come")
     wait_for(lambda: named(spans_of(traced.receiver, 20), "request"), "the request's span has come")
     spans = spans_of(traced.receiver, 20)
     check_edges(spans)
@@ -162,12 +163,19 @@ def check_lines(log: Path, attempts: list[Received]) -> None:
 
     def lines() -> list[dict[str, Any]]:
         code, found, problem = run("logs", str(log), "--request", "req-moved", "--json")
-        assert code == 0, problem
+        assert code == (0 if found else 1), problem
         return [json.loads(line) for line in found.splitlines()]
 
-    found = wait_for(lambda: (each := lines()) and each[-1]["message"] == "request" and each, "the log is written")
+    expected = {"attempt failed", "stream leaves worker", "stream begins", "request"}
+
+    def written() -> list[dict[str, Any]]:
+        """Each process writes its lines a little later, and the router's last one may be there first."""
+        found = lines()
+        return found if expected <= {line["message"] for line in found} else []
+
+    found = wait_for(written, "the log is written")
     by_message = {line["message"]: line for line in found}
-    assert set(by_message) == {"attempt failed", "stream leaves worker", "stream begins", "request"}
+    assert set(by_message) == expected
     assert {line["trace_id"] for line in found} == {f"{2:032x}"}
     lost, moved = by_message["attempt failed"], by_message["stream begins"]
     for line, attempt in ((lost, attempts[0]), (by_message["stream leaves worker"], attempts[0]), (moved, attempts[1])):
@@ -191,7 +199,7 @@ def test_a_client_that_comes_back_is_in_the_trace_of_its_stream(traced: Traced) 
         assert [line for line in lines if line][-1] == "data: [DONE]"
     read_again(stream)  # it has ended
     wait_for(lambda: len(named(spans_of(traced.receiver, 21), "request")) == 3, "the requests' spans have come")
-    wait_for(lambda: len(named(spans_of(traced.receiver, 21), "rank")) == 4, "the ranks' spans have come")
+    wait_for(lambda: named(spans_of(traced.receiver, 21), "decode"), "the worker's spans have come")
     spans = spans_of(traced.receiver, 21)
     check_edges(spans)
     first, *others = sorted(named(spans, "request"), key=lambda span: span.begin_ns)
