@@ -130,7 +130,8 @@ async def test_a_killed_worker_is_started_again(system: System, slow_steps: Slow
         os.kill(disturbed.worker["pid"], signal.SIGKILL)
     assert disturbed.moves == 1
     assert disturbed.gap_s < STEP_DEADLINE_S
-    assert not any(rank.is_running() for rank in ranks)
+    # The kernel ends them with their worker, and the stream does not wait for that.
+    wait_for(lambda: not any(rank.is_running() for rank in ranks), "its ranks have ended")
     after = system.until_ready()[disturbed.worker["id"]]
     assert after["pid"] != disturbed.worker["pid"]
     assert after["incarnation"] > disturbed.worker["incarnation"]
