@@ -141,6 +141,7 @@ def failed(client: Client, watched: Watched) -> None:
             60,
         )
         watched.system.until_ready()
+    watched.system.until_idle()  # else the worker's last status may be that of the request before
     running = threading.Thread(target=client.complete, args=(SLOW_TOKENS,), daemon=True)
     with watched.slow_steps.during():
         running.start()
