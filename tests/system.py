@@ -96,6 +96,23 @@ class System:
         """Wait until nothing runs or waits and every block is free; returns the workers."""
         return self.until(lambda workers: all(map(is_idle, workers.values())), "all blocks are free", within_s)
 
+    def until_at_rest(self, within_s: float = PATIENCE_S) -> dict[str, Json]:
+        """Wait until each worker has reported that it is idle since the router had no stream; returns the workers.
+
+        A worker's last report may be from before the last stream, or from its first half.
+        """
+        self.until(lambda workers: not any(each["streams"] for each in workers.values()), "no stream runs", within_s)
+        ended_s = time.monotonic()
+
+        def at_rest() -> dict[str, Json]:
+            asked_s = time.monotonic()
+            workers = self.workers()
+            heard_s = [each["last_seen_s"] for each in workers.values()]
+            reported = all(each is not None and each < asked_s - ended_s for each in heard_s)
+            return workers if reported and all(map(_is_at_rest, workers.values())) else {}
+
+        return wait_for(at_rest, "all blocks are free", within_s)
+
     def serving(self, within_s: float = PATIENCE_S) -> Json:
         """The worker that runs a stream of the router, by its own report as well.
 
@@ -126,6 +143,10 @@ async def until_mirrored(management_urls: list[str]) -> None:
 def all_ready(workers: dict[str, Json]) -> bool:
     """Every worker is ready."""
     return all(worker["state"] == READY for worker in workers.values())
+
+
+def _is_at_rest(worker: Json) -> bool:
+    return not worker["streams"] and is_idle(worker)
 
 
 def is_idle(worker: Json) -> bool:

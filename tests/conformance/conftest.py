@@ -1,6 +1,5 @@
 """One system of two workers for all conformance tests, and the official client in front of it."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
@@ -9,8 +8,8 @@ import httpx
 import openai
 import pytest
 from lockstep_tools.serving.stack import Stack, StackSettings
-from machine import standing_still, wait_for
-from system import REFERENCE, Json, System, is_idle
+from machine import standing_still
+from system import REFERENCE, System
 
 _IN_FLIGHT = 16
 """More than the steps whose results may come after the last stream has been cancelled. A stream that goes on makes
@@ -36,30 +35,8 @@ def system(stack: Stack) -> System:
 
 @pytest.fixture
 def steps_at_rest(system: System) -> Callable[[], int]:
-    """Waits until no stream runs and all blocks are free, and returns how many steps the workers have made.
-
-    A worker's last report may be from before the last stream, or from its first half: what it says counts when it has
-    come after the router had no stream any more.
-    """
-
-    def steps_at_rest() -> int:
-        system.until(lambda workers: not any(each["streams"] for each in workers.values()), "no stream runs")
-        ended_s = time.monotonic()
-
-        def workers_at_rest() -> list[Json]:
-            workers = reported_since(system, ended_s)
-            return workers if all(not each["streams"] and is_idle(each) for each in workers) else []
-
-        return sum(each["steps"] for each in wait_for(workers_at_rest, "all blocks are free"))
-
-    return steps_at_rest
-
-
-def reported_since(system: System, since_s: float) -> list[Json]:
-    """The workers, if the router has heard of each since then; else nothing."""
-    asked_s = time.monotonic()
-    workers = list(system.workers().values())
-    return workers if all(each["last_seen_s"] < asked_s - since_s for each in workers) else []
+    """Waits until no stream runs and all blocks are free, and returns how many steps the workers have made."""
+    return lambda: sum(each["steps"] for each in system.until_at_rest().values())
 
 
 @pytest.fixture

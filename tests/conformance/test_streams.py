@@ -116,7 +116,7 @@ async def test_cancelling_one_of_many_leaves_the_others_alone(system: System) ->
 
 def worker_of(http: httpx.Client, system: System, session: str) -> str:
     """The worker that serves a session: the one that makes steps for its request."""
-    before = {worker_id: worker["steps"] for worker_id, worker in system.until_idle().items()}
+    before = {worker_id: worker["steps"] for worker_id, worker in system.until_at_rest().items()}
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3}
     http.post("/completions", json=body, headers={"X-Session-ID": session}).raise_for_status()
 

@@ -83,7 +83,7 @@ def ask_and_find(
     system: System, session: str, prompt: str, trace: dict[str, str] | None = None
 ) -> tuple[str, str, int]:
     """The worker of a request that is alone, the text of its answer, and how many tokens of its prompt were cached."""
-    before = {name: worker["steps"] for name, worker in system.workers().items()}
+    before = {name: worker["steps"] for name, worker in system.until_at_rest().items()}
     text, cached = ask(system, session, prompt, trace)
 
     def worker() -> str | None:
