@@ -90,6 +90,7 @@ async def test_hanging_stream_moves_after_its_deadline(make_cluster):
     first.script.hang_after = 3
     first.steps_advance = False
     assert text_of(await cluster.complete(PROMPT)) == cluster.undisturbed(PROMPT, 7, TOKENS)
+    await eventually(lambda: first.cancels)
     assert [cancel.attempt for cancel in first.cancels] == [1]
     assert len(second.submits[0].emitted_ids) == 3
 
@@ -108,6 +109,7 @@ async def test_stream_without_first_token_moves_after_its_deadline(make_cluster)
     first, _ = cluster.worker_of("user:u")
     first.script.hang_after = 0
     assert text_of(await cluster.complete(PROMPT)) == cluster.undisturbed(PROMPT, 7, TOKENS)
+    await eventually(lambda: first.cancels)
     assert len(first.cancels) == 1
 
 

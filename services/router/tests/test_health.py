@@ -288,6 +288,7 @@ async def test_probe_whose_client_stops_reading_says_nothing(make_cluster):
     paused = metrics.FAILOVERS.labels("slow_client")._value.get()
     assert not (await read_slowly(PausingTransport(cluster.app))).content
     assert metrics.FAILOVERS.labels("slow_client")._value.get() == paused + 1
+    await eventually(lambda: own.cancels)
     assert len(own.submits) == len(own.cancels) == 1
     assert (breaker.state, breaker.is_ejected, breaker.ejections) == (BreakerState.HALF_OPEN, False, 1)
 

@@ -133,7 +133,7 @@ async def test_client_that_never_reads_is_paused_and_then_cut_off(make_cluster):
         await eventually(lambda: cluster.router.requests == 0, timeout_s=240)
         writer.close()
     assert metrics.FAILOVERS.labels("slow_client")._value.get() > before
-    assert worker.cancels
+    await eventually(lambda: worker.cancels)
     assert cluster.router.streams == 0
 
 

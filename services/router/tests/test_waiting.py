@@ -293,6 +293,7 @@ async def test_running_stream_without_progress_moves_though_others_wait(make_clu
     await eventually(lambda: first.submits)
     waiting = asyncio.create_task(cluster.complete("patient"))
     assert text_of(await running) == cluster.undisturbed("stuck", 7, TOKENS)
+    await eventually(lambda: first.cancels)
     assert first.cancels[0].stream_id == first.submits[0].stream_id
     assert text_of(await waiting) == cluster.undisturbed("patient", 7, TOKENS)
 
