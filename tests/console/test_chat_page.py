@@ -4,6 +4,7 @@ import json
 
 import pytest
 from lockstep_common.errors import ErrorCode, LockstepError
+from machine import wait_for
 from steps import ENDLESSLY, SLOWLY, answer, hurry, said, say, speak, wait_ended, wait_text, wait_tokens, wait_until
 
 pytestmark = pytest.mark.slow
@@ -157,7 +158,7 @@ def test_an_answer_ends_with_the_page_that_asked_for_it(served, open_page):
     page, worker = begin_long_answer(served, open_page)
     page.reload()
     wait_text(page, "#stream-rows td", "cancelled")
-    assert not worker.seats.running
+    wait_for(lambda: not worker.seats.running, "its worker has heard of it")
 
 
 def test_a_long_message_is_not_cut(served, open_page):
@@ -240,7 +241,7 @@ def test_stop_ends_the_stream_on_its_worker(served, open_page):
     wait_text(page, "#talk li.model .foot", "^stopped$")
     wait_until(page, "() => document.activeElement.id === 'message'")
     wait_text(page, "#stream-rows td", "cancelled")
-    assert not worker.seats.running
+    wait_for(lambda: not worker.seats.running, "its worker has heard of it")
 
 
 def test_hostile_output_is_text(served, open_page):
