@@ -114,7 +114,13 @@ def test_each_service_is_scraped_with_the_labels_of_its_release(observed: Instal
     wait_for(scraped, "each service is scraped", _WAIT_S, every_s=1.0)
     (ready,) = running.samples(f'lockstep_worker_ready{{namespace="{observed.namespace}"}}')
     assert (ready["metric"]["release"], ready["metric"]["model"], ready["value"][1]) == (NAME, MODEL, "1")
-    assert {each["health"] for each in running.prometheus("targets")["activeTargets"]} == {"up"}
+    # Those of the stack itself too, each of which is scraped at a time of its own.
+    wait_for(
+        lambda: {each["health"] for each in running.prometheus("targets")["activeTargets"]} == {"up"},
+        "every target is up",
+        _WAIT_S,
+        every_s=1.0,
+    )
 
 
 def test_prometheus_and_the_collector_have_the_rights_that_they_need(running: Observability) -> None:
@@ -157,6 +163,8 @@ def test_an_example_of_a_latency_is_of_a_trace_that_jaeger_has(running: Observab
 
 def test_the_logs_of_all_pods_are_read_and_searched(observed: Installation, request_id: str) -> None:
     given = ("logs", "--release", NAME, "-n", observed.namespace, "--json")
+    # The line of a request is written when its client has the answer already.
+    wait_for(lambda: request_id in lockstep(*given), "its line is written", _WAIT_S, every_s=1.0)
     lines = [json.loads(line) for line in lockstep(*given).splitlines()]
     assert {line["pod"] for line in lines} == {pod.name for pod in observed.release.pods()}
     found = [json.loads(line) for line in lockstep(*given, "--request", request_id).splitlines()]
