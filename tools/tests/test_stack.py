@@ -216,6 +216,16 @@ class Serve:
                 return
         raise AssertionError(f"{text!r} was not shown: {self.shown} {self.process.stderr.read()}")
 
+    def hear(self, text: str) -> None:
+        """Read stderr up to a line with `text`."""
+        assert self.process.stderr is not None
+        heard: list[str] = []
+        for line in self.process.stderr:
+            heard.append(line)
+            if text in line:
+                return
+        raise AssertionError(f"{text!r} was not said: {heard}")
+
     def end(self, within_s: float = 10) -> tuple[int, str]:
         """Exit code and stderr."""
         try:
@@ -280,6 +290,7 @@ def test_serve_ends_at_once_with_a_second_signal(stubs: Path, model: str, monkey
     serve.see("stop")
     began_s = time.monotonic()
     serve.process.send_signal(signal.SIGINT)
+    serve.hear("stopping")  # else a process that has not run since has both signals as one
     time.sleep(0.5)
     assert serve.process.poll() is None
     serve.process.send_signal(signal.SIGINT)
