@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -32,14 +33,24 @@ STEP_DEADLINE_S = 5.0
 
 
 @pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory, private_tmp: object, slow_steps: SlowSteps) -> Iterator[System]:
+def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file exists, ranks that start do not become ready."""
+    return tmp_path_factory.mktemp("held") / "held"
+
+
+@pytest.fixture(scope="module")
+def system(
+    tmp_path_factory: pytest.TempPathFactory, private_tmp: object, slow_steps: SlowSteps, held: Path
+) -> Iterator[System]:
     """Two workers with two ranks each, behind `lockstep serve`."""
     before = traces()
-    with Serve(tmp_path_factory.mktemp("serve"), "--workers", "2", "--tp", "2") as serve:
-        yield serve.ready().system
-        serve.interrupt(signal.SIGINT)
-        assert serve.end() == 0
-        assert "Traceback" not in serve.notes, serve.notes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HELD_RANKS_FILE", str(held))
+        with Serve(tmp_path_factory.mktemp("serve"), "--workers", "2", "--tp", "2") as serve:
+            yield serve.ready().system
+            serve.interrupt(signal.SIGINT)
+            assert serve.end() == 0
+            assert "Traceback" not in serve.notes, serve.notes
     assert left_since(before) == []
 
 
@@ -152,11 +163,17 @@ async def test_a_rank_that_dies_while_a_stream_has_a_grammar(system: System, slo
 
 
 @pytest.mark.slow
-async def test_a_hung_rank_is_named_and_replaced(system: System, slow_steps: SlowSteps, undisturbed: History) -> None:
+async def test_a_hung_rank_is_named_and_replaced(
+    system: System, slow_steps: SlowSteps, undisturbed: History, held: Path
+) -> None:
     async with Disturbed(system, slow_steps, undisturbed) as disturbed:
         worker_id, hung = disturbed.worker["id"], disturbed.worker["ranks"][0]["pid"]
-        os.kill(hung, signal.SIGSTOP)
-        found = await asyncio.to_thread(system.until_state, worker_id, "restarting", within_s=10)
+        held.touch()  # until its state is seen: ranks start in less time than a machine may pause the test
+        try:
+            os.kill(hung, signal.SIGSTOP)
+            found = await asyncio.to_thread(system.until_state, worker_id, "restarting", within_s=10)
+        finally:
+            held.unlink()
         assert f"rank 0 (pid {hung}) has not finished its step" in found["reason"]
     assert disturbed.moves == 1
     assert 1 < disturbed.gap_s < 3 * STEP_DEADLINE_S
