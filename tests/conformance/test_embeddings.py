@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 from lockstep_tools.serving.stack import Stack, StackSettings
+from machine import standing_still
 from system import REFERENCE, System
 
 TEXTS = [f"Once upon a time there were {count} {what}." for count in range(12) for what in ("frogs", "trees")]
@@ -23,9 +24,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         (path / file.name).symlink_to(file)
     (path / "1_Pooling").mkdir()
     (path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
-    with Stack(StackSettings(str(path), workers=2, threads=1, device="cpu")) as running:
-        running.wait_ready(60)
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        # A test stops ranks, and a machine may pause it meanwhile: no rank must count as one that hangs.
+        patch.setenv("LOCKSTEP_DECODE_DEADLINE_S", "600")
+        patch.setenv("LOCKSTEP_PREFILL_DEADLINE_S", "600")
+        with Stack(StackSettings(str(path), workers=2, threads=1, device="cpu")) as running:
+            running.wait_ready(60)
+            yield running
 
 
 @pytest.fixture
@@ -68,12 +73,14 @@ def test_texts_of_a_worker_that_dies_are_computed_by_the_other_one(client: opena
     expected = vectors(client, TEXTS) * 20
     answers: list[list[list[float]]] = []
     asking = threading.Thread(target=lambda: answers.append(vectors(client, texts)))
-    asking.start()
-    # All texts of a session go to one worker.
     system = System(stack.url, stack.management_url)
-    pid = stack.worker_pids[system.serving()["id"]]
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    # The ranks stand until the worker is killed, so that the texts are not computed before.
+    with standing_still([rank["pid"] for worker in system.until_ready().values() for rank in worker["ranks"]]):
+        asking.start()
+        # All texts of a session go to one worker.
+        pid = stack.worker_pids[system.serving()["id"]]
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
     asking.join(60)
     stack.wait_ready(60)
     assert answers == [expected]
