@@ -1,6 +1,10 @@
 """The supervisor of a rank group: what it tells, and when."""
 
 import asyncio
+import errno
+import itertools
+import os
+import resource
 import socket
 import subprocess
 import sys
@@ -186,6 +190,52 @@ async def test_a_rank_that_dies_before_all_have_loaded_is_named(group_of, tmp_pa
     finally:
         await ranks.stop()
     assert listener.lost == [(f"rank 0 (pid {pid}) died", False)]
+
+
+async def test_starts_for_which_there_are_not_enough_files_leave_none_open(group_of):
+    """Each would make it worse. One after the other they may open one file more, until there are enough."""
+    ranks, _ = group_of(ANSWERING, MESSAGE_BYTES)
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    failures = 0
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await ranks.start()  # the zygote's own files are there from now on
+            await ranks.kill()
+            before = len(open_files())
+            failed = True
+            while failed:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit_for(failures + 1), usual[1]))
+                try:
+                    failed = await fails_for_files(ranks)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+                await ranks.kill()
+                assert len(open_files()) <= before, f"after failure {failures}"
+                failures += failed
+    finally:
+        await ranks.stop()
+    assert failures > 10
+
+
+async def fails_for_files(ranks):
+    """Start; whether that failed because no more files may be opened."""
+    try:
+        await ranks.start()
+    except OSError as error:
+        return error.errno == errno.EMFILE
+    return False
+
+
+def open_files():
+    """The descriptors of this process that are open, and one more for the look itself."""
+    return {int(name) for name in os.listdir("/proc/self/fd")}
+
+
+def limit_for(more):
+    """The limit with which so many more files may be opened. It is one of numbers, and those in use may have gaps."""
+    opened = open_files()
+    free = (number for number in itertools.count() if number not in opened)
+    return next(itertools.islice(free, more, None))
 
 
 def plan(step, takes_ms):

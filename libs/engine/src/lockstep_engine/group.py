@@ -215,12 +215,11 @@ class RankGroup:
         imported = time.monotonic()
         settings = self._settings
         size = Mailbox.segment_bytes(self._tp, settings.plan_bytes, settings.result_bytes)
-        shared = {
-            "mailbox": Mailbox.create(size, "mailbox"),
-            "collectives": Mailbox.create(settings.collectives_bytes, "collectives"),
-            "rendezvous": Mailbox.create(0, "rendezvous"),
-        }
+        sizes = {"mailbox": size, "collectives": settings.collectives_bytes, "rendezvous": 0}
+        shared: dict[str, int] = {}
         try:
+            for name, segment_bytes in sizes.items():
+                shared[name] = Mailbox.create(segment_bytes, name)
             self._mailbox = mailbox = Mailbox(shared["mailbox"], self._tp, settings.plan_bytes, settings.result_bytes)
             has_records = settings.has_flight_records
             self._output = output = GroupOutput(self.epoch, self.ranks, mailbox, has_flight_records=has_records)
@@ -275,16 +274,17 @@ class RankGroup:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         spec = msgspec.structs.replace(settings.spec, rank=rank, epoch=self.epoch, log_level=self._log_level)
         message = Fork(spec, settings.collectives_bytes > 0, settings.host_bytes > 0, settings.has_flight_records)
-        host = Mailbox.create(settings.host_bytes, f"host-{rank}")
-        try:
-            if settings.host_bytes:
-                self.host_memory.append(mmap.mmap(host, settings.host_bytes))
-            own = {"control": theirs.fileno(), "stderr": ends.stderr, "stacks": ends.stacks}
-            own |= {"flight": ends.flight, "host": host}
-            with theirs:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(ours.close)
+            with theirs, contextlib.ExitStack() as given:
+                host = Mailbox.create(settings.host_bytes, f"host-{rank}")
+                given.callback(os.close, host)
+                if settings.host_bytes:
+                    self.host_memory.append(mmap.mmap(host, settings.host_bytes))
+                own = {"control": theirs.fileno(), "stderr": ends.stderr, "stacks": ends.stacks}
+                own |= {"flight": ends.flight, "host": host}
                 pid = await self._zygote.fork(message, RankDescriptors(**own, **shared))
-        finally:
-            os.close(host)
+            on_failure.pop_all()
         output.started(rank, pid)
         self.ranks[rank].pid = pid
         ours.setblocking(False)

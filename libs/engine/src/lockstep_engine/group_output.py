@@ -4,6 +4,7 @@ It passes their stderr on to the log, a bounded number of lines, and asks them f
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -43,7 +44,12 @@ class GroupOutput:
         self._ranks = ranks
         self._mailbox = mailbox
         self._is_open = True
-        self.outputs = [RankOutput(each.rank, has_flight_record=has_flight_records) for each in ranks]
+        self.outputs: list[RankOutput] = []
+        with contextlib.ExitStack() as on_failure:  # the process may have no more files
+            for each in ranks:
+                self.outputs.append(RankOutput(each.rank, has_flight_record=has_flight_records))
+                on_failure.callback(self.outputs[-1].close)
+            on_failure.pop_all()
 
     def started(self, rank: int, pid: int) -> None:
         """A rank runs, and has its ends: read what it writes from now on."""

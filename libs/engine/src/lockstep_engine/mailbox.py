@@ -108,7 +108,11 @@ class Mailbox:
     def create(size: int, name: str) -> int:
         """A file descriptor of anonymous shared memory, zeroed."""
         fd = os.memfd_create(f"lockstep-{name}")
-        os.ftruncate(fd, size)
+        try:
+            os.ftruncate(fd, size)
+        except OSError:
+            os.close(fd)
+            raise
         return fd
 
     def put_plan(self, step: int, data: bytes) -> None:

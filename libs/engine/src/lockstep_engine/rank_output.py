@@ -89,8 +89,14 @@ class RankOutput:
     def __init__(self, rank: int, *, has_flight_record: bool = False) -> None:
         self.rank = rank
         self.has_flight_record = has_flight_record
-        self.read_end, self.stderr = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.stacks, self.flight = (Mailbox.create(0, name) for name in ("stacks", "flight"))
+        with contextlib.ExitStack() as on_failure:  # the process may have no more files
+            self.read_end, self.stderr = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            on_failure.callback(os.close, self.read_end)
+            on_failure.callback(os.close, self.stderr)
+            self.stacks = Mailbox.create(0, "stacks")
+            on_failure.callback(os.close, self.stacks)
+            self.flight = Mailbox.create(0, "flight")
+            on_failure.pop_all()
         for file in (self.stacks, self.flight):
             fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
         self._pidfd: int | None = None
