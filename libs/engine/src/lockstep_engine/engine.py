@@ -125,10 +125,13 @@ class AsyncEngine:
         """
         check_host_memory(self.config, usable_memory())
         self._loop = asyncio.get_running_loop()
+        # Ready without a name of the compiler means that it takes no grammars: requests with one are refused for good.
+        self._lifecycle.hold()
         started = self._lifecycle.start(RankGroup(self._group_settings(), self))
         await self._compiler.load()
         if self._compiler.name:
             self._lifecycle.report_change()
+        self._lifecycle.release()
         await started
 
     def submit(self, request: Request) -> None:

@@ -37,6 +37,8 @@ MAX_WAITING = 64
 COMPILE_TIMEOUT_S = 10.0
 """For a grammar to wait for a thread and be compiled. One that is not ready then takes too long on any worker if it had
 at least half of that time for itself."""
+LOAD_TIMEOUT_S = 120.0
+"""For the tokenizer to be read. An engine is not ready before; most take a second."""
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 256 << 20
 MAX_LIVE_BYTES = 1 << 30
@@ -86,7 +88,11 @@ class GrammarCompiler:
     async def load(self) -> None:
         """Read the tokenizer. If it cannot be used, the engine takes no grammars, and the reason is logged."""
         try:
-            self._tokenizer = await asyncio.wrap_future(self._threads.submit(self._load))
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                self._tokenizer = await asyncio.wrap_future(self._threads.submit(self._load))
+        except TimeoutError:
+            logger.warning("the model takes no grammars: its tokenizer was not read within %g s", LOAD_TIMEOUT_S)
+            return
         except (OSError, ValueError, RuntimeError, LockstepError) as error:
             logger.warning("the model takes no grammars: %s", " ".join(str(error).split())[:300])
             return

@@ -43,6 +43,9 @@ class GroupLifecycle:
         self.ready: Ready | None = None
         """What the ranks said when they were ready last; None: no group was yet."""
         self._failures = 0
+        self._is_held = False
+        self._waits_for_release = False
+        """The ranks wait for plans, and `release` enters READY."""
         self._started: asyncio.Future[None] | None = None
         self._restart: asyncio.Task[None] | None = None
         self._closing = False
@@ -62,9 +65,22 @@ class GroupLifecycle:
         self._restart = loop.create_task(self._run_epoch(group, 0.0))
         return self._started
 
+    def hold(self) -> None:
+        """Enter READY not before `release`, also when the ranks wait for plans."""
+        self._is_held = True
+
+    def release(self) -> None:
+        """The engine has what it needs besides its ranks."""
+        self._is_held = False
+        if self._waits_for_release:
+            self.enter_ready()
+
     def enter_ready(self) -> None:
         """All ranks wait for plans, and the engine has taken them up."""
         self._failures = 0
+        self._waits_for_release = self._is_held
+        if self._is_held:
+            return
         self._enter(EngineState.READY, "")
         self._finish_start(None)
 
@@ -72,6 +88,7 @@ class GroupLifecycle:
         """The ranks are lost: end every request, so that other workers can continue them, and start the next epoch."""
         if self._closing or self.group is None:
             return
+        self._waits_for_release = False
         started = self.ready is not None
         if self._failures >= (_MAX_RESTARTS if started else _MAX_STARTS):
             self._fail_requests(reason)
@@ -86,6 +103,7 @@ class GroupLifecycle:
 
     def refuse(self, error: LockstepError) -> None:
         """The ranks cannot start; another start would fail in the same way."""
+        self._waits_for_release = False
         if self.group is not None and not self._closing:
             self._restart = asyncio.get_running_loop().create_task(self.group.kill())
         self._enter(EngineState.FAILED, error.message)
@@ -119,6 +137,7 @@ class GroupLifecycle:
     async def close(self) -> None:
         """Start no ranks any more. Those that run are left to the caller."""
         self._closing = True
+        self._waits_for_release = False
         self.state, self.reason = EngineState.FAILED, "closed"
         self._finish_start(LockstepError(ErrorCode.CANCELLED, "the engine was closed while it started"))
         if self._restart is not None:
