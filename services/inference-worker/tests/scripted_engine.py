@@ -103,6 +103,7 @@ class ScriptedEngine:
         self.cancelled: list[str] = []
         self.submit_error: Exception | None = None
         self.close_error: Exception | None = None
+        self.never_closes = False
         self.closed = False
         self._script = script
         self._on_outputs = on_outputs
@@ -236,6 +237,8 @@ class ScriptedEngine:
         self.closed = True
         if self.close_error is not None:
             raise self.close_error
+        if self.never_closes:
+            await asyncio.Event().wait()
         if self._ticker is not None:
             self._ticker.cancel()
 

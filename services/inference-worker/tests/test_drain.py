@@ -1,10 +1,12 @@
 import asyncio
 
 import grpc
+import pytest
 from harness import make_settings, open_channel, served, submit, until
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine import Output
+from lockstep_worker import server
 from scripted_engine import Script
 from scripted_kv import ScriptedKv, parts_of, serving
 
@@ -133,6 +135,24 @@ async def test_an_engine_that_does_not_close_does_not_change_the_exit_code(model
         worker.engine.close_error = RuntimeError("zygote")
         worker.stop.set()
         assert await worker.exit_code() == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_the_engine_gets_what_is_left_of_the_time_for_the_end(model_dir, socket_path, monkeypatch, fails):
+    """The steps before it take some, and the pod is killed when all of it is over."""
+    monkeypatch.setattr(server, "CLOSE_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(server, "SHUTDOWN_S", 5.0)
+    drain_timeout_s = 3600 if fails else 0.1
+    async with served(make_settings(model_dir, socket_path, drain_timeout_s=drain_timeout_s)) as worker:
+        await worker.greeted()
+        worker.engine.never_closes = True
+        if fails:
+            worker.engine.lose_ranks()
+            worker.engine.fail("gave up")
+        else:
+            worker.stop.set()
+        assert await worker.exit_code() == fails
+        assert worker.engine.closed
 
 
 async def test_a_failed_engine_is_told_and_ends_the_process_with_1(model_dir, socket_path):

@@ -6,7 +6,9 @@ It listens before the ranks are ready, so that probes and routers are answered f
 import asyncio
 import contextlib
 import logging
+import math
 import os
+import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -58,10 +60,14 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 5_000),
 )
 
+SHUTDOWN_S = 15.0
+"""For all that comes after `drain_timeout_s`; the grace period of a pod has this much for it."""
+_LAST_STEPS_S = 5.0
+"""Of it, for what comes after the engine's end: RPCs, traces and Events, which have bounds of their own."""
+CLOSE_TIMEOUT_S = 10.0  # for the engine, if that much is left
 _FLUSH_TIMEOUT_S = 2.0
 _STORE_TIMEOUT_S = 1.0  # besides what streams have left of the drain: blocks are stored all the time
 _STOP_GRACE_S = 0.2  # time to send the statuses of RPCs that have just ended
-_CLOSE_TIMEOUT_S = 10.0
 _CLIENT_ERROR_STATUSES = range(400, 500)
 
 logger = logging.getLogger("lockstep.worker")
@@ -115,13 +121,14 @@ async def run(settings: WorkerSettings, stop: asyncio.Event, engine_factory: Eng
         server = _listen(worker, settings, certificates)
         await server.start()
         stack.push_async_callback(server.stop, _STOP_GRACE_S)
-        stack.push_async_callback(_close, worker)
+        shutdown = _Shutdown(settings.drain_timeout_s)
+        stack.push_async_callback(_close, worker, shutdown)
         stack.enter_context(_level_of_ranks(worker))
         if settings.device == "cuda":
             stack.enter_context(gpu_health.watching(settings.tp))
         fields = {"address": settings.listen, "management_port": management_port, "model": worker.engine.model.name}
         logger.info("listening", extra=fields)
-        await _serve(worker, store, stop)
+        await _serve(worker, store, stop, shutdown)
         await worker.hang_up(_FLUSH_TIMEOUT_S)
     if stop.is_set() or worker.failure is None:
         return 0
@@ -184,7 +191,24 @@ def _ignore(_: Notice) -> None:
     """Drop a notice: Events are not enabled."""
 
 
-async def _serve(worker: Worker, store: KvStore | None, stop: asyncio.Event) -> None:
+class _Shutdown:
+    """When the process has to have ended, once its end has begun."""
+
+    def __init__(self, drain_timeout_s: float) -> None:
+        self._drain_timeout_s = drain_timeout_s
+        self._ends_at = math.inf
+
+    def begin(self, *, drains: bool) -> None:
+        """The end begins, with time for running streams or without."""
+        self._ends_at = time.monotonic() + SHUTDOWN_S + (self._drain_timeout_s if drains else 0.0)
+
+    @property
+    def close_timeout_s(self) -> float:
+        """How long the engine may take to close."""
+        return min(CLOSE_TIMEOUT_S, max(0.0, self._ends_at - time.monotonic() - _LAST_STEPS_S))
+
+
+async def _serve(worker: Worker, store: KvStore | None, stop: asyncio.Event, shutdown: _Shutdown) -> None:
     """Return when `stop` is set, the worker is drained and its KV blocks are stored, or when the engine has failed.
 
     Routers get heartbeats until then: a worker that is silent for long counts as dead.
@@ -196,6 +220,7 @@ async def _serve(worker: Worker, store: KvStore | None, stop: asyncio.Event) -> 
         await asyncio.wait((beat, stopped, failed), return_when=asyncio.FIRST_COMPLETED)
         if beat.done():
             beat.result()
+        shutdown.begin(drains=stopped.done())
         if stopped.done():
             left_s = await worker.drain()
             if store is not None:
@@ -211,10 +236,10 @@ async def _start(worker: Worker) -> None:
     spare_existing_objects()
 
 
-async def _close(worker: Worker) -> None:
+async def _close(worker: Worker, shutdown: _Shutdown) -> None:
     """Close the engine. If that fails, the ranks still die with this process."""
     try:
-        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+        async with asyncio.timeout(shutdown.close_timeout_s):
             await worker.engine.close()
     except Exception:
         logger.exception("the engine did not close")
