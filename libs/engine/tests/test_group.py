@@ -16,7 +16,9 @@ import psutil
 import pytest
 from answering_zygote import HANGS, HANGS_ON_DEVICE, MESSAGE_BYTES
 from lockstep_common.errors import LockstepError
+from lockstep_engine import zygote_process
 from lockstep_engine.group import RankGroup
+from lockstep_engine.group_lifecycle import GroupLifecycle
 from lockstep_engine.group_settings import RUN_ZYGOTE, GroupSettings
 from lockstep_engine.plan import Plan
 from specs import rank_spec
@@ -137,6 +139,34 @@ async def test_a_zygote_that_did_not_become_ready_is_replaced_at_the_next_start(
         assert [rank.pid for rank in ranks.ranks] == [1_000_020, 1_000_021]
     finally:
         await ranks.stop()
+
+
+@pytest.mark.parametrize(
+    ("says_ready", "reason"),
+    [
+        (False, "the process that forks ranks was not ready within start_timeout_s = 0.5 s"),
+        (True, "the process that forks ranks did not start rank 0 within 0.5 s"),
+    ],
+)
+async def test_a_start_that_takes_too_long_says_what_was_waited_for(monkeypatch, says_ready, reason):
+    run = "import socket, sys, time\nfrom lockstep_engine.control import ZYGOTE_READY\n"
+    if says_ready:
+        monkeypatch.setattr(zygote_process, "FORK_TIMEOUT_S", 0.5)
+        run += "control = socket.socket(fileno=int(sys.argv[1]))\ncontrol.send(ZYGOTE_READY)\n"
+    run += "time.sleep(3600)"
+    spec = rank_spec(tp=2, start_timeout_s=WAIT_S if says_ready else 0.5)
+    settings = GroupSettings(spec, 64, 64, collectives_bytes=64, environment={}, zygote=run)
+    lost = asyncio.Event()
+    lifecycle = GroupLifecycle(lost.set, lambda _: None)
+    started = lifecycle.start(RankGroup(settings, Listener()))
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await lost.wait()
+        assert f"the ranks cannot be started: {reason}; " in lifecycle.reason
+    finally:
+        await lifecycle.close()
+        await lifecycle.group.stop()
+        await asyncio.gather(started, return_exceptions=True)
 
 
 async def test_ranks_of_a_zygote_that_has_died_are_waited_for(group_of, tmp_path):

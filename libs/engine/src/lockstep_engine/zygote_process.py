@@ -23,7 +23,7 @@ from lockstep_engine.control import (
 )
 from lockstep_engine.group_settings import GroupSettings
 
-_FORK_TIMEOUT_S = 10.0
+FORK_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 15.0
 
 
@@ -44,7 +44,7 @@ class ZygoteProcess:
 
         Raises:
             LockstepError: it has died.
-            TimeoutError: it did not become ready.
+            TimeoutError: it did not become ready; the error says what was waited for, and what to look at.
         """
         if self._socket is None or self._process is None or self._process.poll() is not None:
             await self._start()  # also if it did not become ready: that one is killed first
@@ -54,7 +54,11 @@ class ZygoteProcess:
         assert self._socket is not None
         self._has_ranks = True  # already: after a timeout, too, there may be one
         send_fork(self._socket, message, descriptors)
-        answer = decode_zygote_message(await self._receive(self._socket, _FORK_TIMEOUT_S))
+        rank = message.spec.rank
+        late = (
+            f"did not start rank {rank} within {FORK_TIMEOUT_S:g} s; see whether the machine has memory and CPU for it"
+        )
+        answer = decode_zygote_message(await self._receive(self._socket, FORK_TIMEOUT_S, late))
         assert isinstance(answer, Forked)
         return answer.pid
 
@@ -72,7 +76,8 @@ class ZygoteProcess:
         with contextlib.suppress(OSError, LockstepError, TimeoutError):
             await self._loop.sock_sendall(self._socket, encode_control(KillAll()))
             while True:
-                answer = decode_zygote_message(await self._receive(self._socket, _KILL_TIMEOUT_S))
+                data = await self._receive(self._socket, _KILL_TIMEOUT_S, "did not end its ranks")
+                answer = decode_zygote_message(data)
                 if isinstance(answer, Killed):
                     return {rank: _describe(status) for rank, status in answer.statuses.items()}
         await self.end()  # it did not answer
@@ -101,12 +106,17 @@ class ZygoteProcess:
                 stdin=subprocess.DEVNULL,
             )
         ours.setblocking(False)
-        await self._receive(ours, config.start_timeout_s)
+        late = f"was not ready within start_timeout_s = {config.start_timeout_s:g} s; see what keeps CPU and disk busy"
+        await self._receive(ours, config.start_timeout_s, late)
         self._socket = ours
 
-    async def _receive(self, sock: socket.socket, timeout_s: float) -> bytes:
-        async with asyncio.timeout(timeout_s):
-            data = await self._loop.sock_recv(sock, MAX_CONTROL_BYTES)
+    async def _receive(self, sock: socket.socket, timeout_s: float, late: str) -> bytes:
+        """The zygote's next answer. `late`: what to say of it if none comes in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                data = await self._loop.sock_recv(sock, MAX_CONTROL_BYTES)
+        except TimeoutError:
+            raise TimeoutError(f"the process that forks ranks {late}") from None
         if not data:
             raise LockstepError(ErrorCode.INTERNAL, "the process that forks ranks has died; its error is on stderr")
         return data
