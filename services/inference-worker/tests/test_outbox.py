@@ -86,6 +86,36 @@ async def test_overflow_drops_everything_for_good():
     assert await drained(outbox) == []
 
 
+async def test_large_frames_overflow_by_their_bytes():
+    """The widest ones, of log probabilities or embeddings, have megabytes."""
+    size = tokens(1).ByteSize()
+    outbox = Outbox(1000, max_bytes=2 * size)
+    for position in range(1, 4):
+        outbox.put(tokens(position))
+    assert not outbox.overflowed.is_set()
+    outbox.put(tokens(4))
+    assert outbox.overflowed.is_set()
+    assert await drained(outbox) == []
+
+
+async def test_bytes_that_were_taken_count_no_longer():
+    size = tokens(1).ByteSize()
+    outbox = Outbox(1000, max_bytes=3 * size)
+    frames = outbox.frames()
+    for position in range(1, 50):
+        outbox.put(tokens(position))
+        assert not outbox.overflowed.is_set()
+        if position > 2:
+            await anext(frames)
+    await frames.aclose()
+
+
+async def test_a_frame_that_waits_for_no_other_is_never_too_large():
+    outbox = Outbox(1000, max_bytes=1)
+    outbox.put(tokens(1))
+    assert await drained(outbox) == [tokens(1)]
+
+
 async def test_statuses_of_one_epoch_never_overflow():
     outbox = Outbox(1)
     for step in range(100):
