@@ -269,6 +269,21 @@ async def test_socket_that_breaks_ends_what_nobody_comes_back_for(cluster):
         assert cluster.app.state.bodies.used_bytes == 0
 
 
+@pytest.mark.parametrize("before", [b"", masked(b'{"type":"ping"}'), masked(b"{")], ids=["alone", "ping", "wrong"])
+async def test_a_cancel_just_before_the_client_closes_ends_the_request(cluster, before):
+    """A page that is left cancels and closes in one go: both arrive together."""
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=0.1)
+    async with cluster.over_http() as client, socket_of(client) as socket:
+        await socket.generate("a", max_tokens=200)
+        await socket.until(lambda: len(socket.messages) > 3)
+        cancel, close = masked(b'{"type":"cancel","id":"a"}'), masked((1001).to_bytes(2), opcode=8)
+        socket.connection.transport.write(before + cancel + close)
+        await eventually(lambda: any(worker.cancels for worker in cluster.workers))
+        await eventually(lambda: cluster.router.requests == 0)
+        assert cluster.app.state.bodies.used_bytes == 0
+
+
 async def test_request_that_joined_a_stream_does_not_end_it(cluster):
     for worker in cluster.workers:
         worker.script = Script(delay_s=0.02)

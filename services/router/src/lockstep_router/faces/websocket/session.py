@@ -92,12 +92,13 @@ class Session:
     async def run(self) -> None:
         """Serve messages until the socket closes. Its streams go on for a time, so that the client can come back."""
         try:
-            with suppress(SocketClosedError):
-                while (message := await self._socket.receive()) is not None:
+            while (message := await self._socket.receive()) is not None:
+                with suppress(SocketClosedError):  # what came behind it may be a cancel
                     await self._serve(message)
-                    del message  # a request keeps what it needs of it
-                    await asyncio.sleep(0)
+                del message  # a request keeps what it needs of it
+                await asyncio.sleep(0)
         finally:
+            self._socket.drop_messages()
             requests = [request.task for request in self._requests.values() if request.task is not None]
             ending = [*requests, *self._notices]
             for task in ending:

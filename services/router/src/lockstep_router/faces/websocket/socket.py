@@ -131,7 +131,10 @@ class Socket(asyncio.Protocol):
         return self._frames.state is OPEN and not self._is_lost
 
     async def receive(self) -> Message | None:
-        """The next message; None once the connection is closed or closing."""
+        """The next message; None once the connection is closed or closing.
+
+        What a client had sent whole before it left still comes: it may be why it could leave.
+        """
         while not self._inbox:
             if not self.is_open:
                 return None
@@ -170,7 +173,14 @@ class Socket(asyncio.Protocol):
         """Begin to close. The connection ends when the client has answered, or after a time."""
         if self.is_open:
             self._frames.send_close(code, reason)
+            self.drop_messages()
             self._end()
+
+    def drop_messages(self) -> None:
+        """Free the messages that have not been taken."""
+        for message in self._inbox:
+            message.reservation.release()
+        self._inbox.clear()
 
     # For the server.
 
@@ -190,12 +200,12 @@ class Socket(asyncio.Protocol):
         self._tick()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Free what the connection held, and wake up all that wait."""
+        """Free what has not arrived whole, and wake up all that wait."""
         self._is_lost = True
         for timer in (self._resume_timer, self._tick_timer, self._close_timer):
             if timer is not None:
                 timer.cancel()
-        self._drop_input()
+        self._drop_incomplete()
         self._has_news.set()
         self._writable.set()
         self._holder.note_lost(exc)
@@ -320,7 +330,8 @@ class Socket(asyncio.Protocol):
     def _take(self, frame: Frame) -> None:
         if frame.opcode is Opcode.BINARY:
             self.close(CloseCode.UNSUPPORTED_DATA, "messages must be text")
-        if frame.opcode not in (Opcode.TEXT, Opcode.CONT) or not self.is_open:
+        is_closed_here = not self.is_open and self._frames.close_rcvd is None
+        if frame.opcode not in (Opcode.TEXT, Opcode.CONT) or is_closed_here:
             return
         self._fragments.append(bytes(frame.data))
         self._fragments_bytes += len(frame.data)
@@ -334,12 +345,9 @@ class Socket(asyncio.Protocol):
             self._message_since = None
             self._has_news.set()
 
-    def _drop_input(self) -> None:
-        for message in self._inbox:
-            message.reservation.release()
+    def _drop_incomplete(self) -> None:
         if self._reservation is not None:
             self._reservation.release()
-        self._inbox.clear()
         self._unparsed.clear()
         self._fragments, self._fragments_bytes, self._reservation = [], 0, None
 
@@ -359,9 +367,9 @@ class Socket(asyncio.Protocol):
                 self._transport.close()
 
     def _end(self) -> None:
-        """Take no more messages, and close the connection once the client has answered, or after a time."""
+        """Read no more messages, and close the connection once the client has answered, or after a time."""
         self._flush()
-        self._drop_input()
+        self._drop_incomplete()
         self._has_news.set()
         self._writable.set()
         assert self._transport is not None
