@@ -15,7 +15,7 @@ from lockstep_api.v1 import inference_pb2, inference_pb2_grpc
 from lockstep_common import health_service
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.telemetry import JsonFormatter, exposition_for
-from lockstep_router.faces.grpc import inbound, service
+from lockstep_router.faces.grpc import health, inbound, service
 from lockstep_router.faces.grpc.caller import abort, address_of
 from lockstep_router.faces.grpc.server import GrpcServer
 from lockstep_router.faces.grpc.wire import MAX_ENTRIES, MAX_RECORDS, check_structure
@@ -191,14 +191,14 @@ async def test_health_is_readiness_and_needs_no_key(make_cluster, tmp_path):
     write(path, tenant("search", KEY))
     cluster = await make_cluster(1, keys_file=str(path))
     async with cluster.over_grpc() as channel:
-        health = health_pb2_grpc.HealthStub(channel)
+        stub = health_pb2_grpc.HealthStub(channel)
         for service in ("", "lockstep.v1.Inference"):
-            reply = await health.Check(health_pb2.HealthCheckRequest(service=service))
+            reply = await stub.Check(health_pb2.HealthCheckRequest(service=service))
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError) as unknown:
-            await health.Check(health_pb2.HealthCheckRequest(service="nobody"))
+            await stub.Check(health_pb2.HealthCheckRequest(service="nobody"))
         assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
-        watching = aiter(health.Watch(health_pb2.HealthCheckRequest()))
+        watching = aiter(stub.Watch(health_pb2.HealthCheckRequest()))
         assert (await anext(watching)).status == health_pb2.HealthCheckResponse.SERVING
         cluster.router.leaving = True
         assert (await anext(watching)).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -208,24 +208,86 @@ async def test_health_watches_are_bounded(make_cluster, monkeypatch):
     monkeypatch.setattr(health_service, "MAX_WATCHES", 2)
     cluster = await make_cluster(1)
     async with cluster.over_grpc() as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
         for watch in watches:
             assert (await anext(aiter(watch))).status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await anext(aiter(health.Watch(health_pb2.HealthCheckRequest())))
+            await anext(aiter(stub.Watch(health_pb2.HealthCheckRequest())))
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        reply = await health.Check(health_pb2.HealthCheckRequest())
+        reply = await stub.Check(health_pb2.HealthCheckRequest())
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
         watches[0].cancel()
 
         async def is_watched():
             with contextlib.suppress(grpc.aio.AioRpcError):
-                return await anext(aiter(health.Watch(health_pb2.HealthCheckRequest())))
+                return await anext(aiter(stub.Watch(health_pb2.HealthCheckRequest())))
 
         async with asyncio.timeout(30):
             while not await is_watched():
                 await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", ["Check", "Watch"])
+async def test_health_calls_without_a_message_leave_the_port_to_others(make_cluster, name):
+    """They need no key, and there are more of them than the port has calls."""
+    cluster = await make_cluster(1, max_streams=8, grpc_max_calls_per_connection=1000)
+    async with (
+        asyncio.timeout(60),
+        cluster.over_grpc() as other,
+        grpc.aio.insecure_channel(cluster.grpc_address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel,
+    ):
+        silent = [channel.stream_stream(f"/grpc.health.v1.Health/{name}")() for _ in range(400)]
+        # Those that are refused by then raise.
+        await asyncio.gather(*(call.wait_for_connection() for call in silent), return_exceptions=True)
+        await eventually(lambda: any(call.done() for call in silent))
+        await eventually(lambda: sum(not call.done() for call in silent) <= health.MAX_SILENT)
+        for _ in range(3):
+            assert text_of(await events_of(stub_of(other).Generate(request())))
+        stub = health_pb2_grpc.HealthStub(other)
+
+        async def is_served():
+            with contextlib.suppress(grpc.aio.AioRpcError):  # its message may come late on a busy machine
+                reply = await stub.Check(health_pb2.HealthCheckRequest())
+                assert reply.status == health_pb2.HealthCheckResponse.SERVING
+                return (await anext(aiter(stub.Watch(health_pb2.HealthCheckRequest())))).status == reply.status
+
+        while not await is_served():
+            await asyncio.sleep(0.01)
+        for call in silent:
+            call.cancel()
+
+
+async def test_health_checks_whose_answer_nobody_reads_are_bounded(make_cluster, monkeypatch):
+    monkeypatch.setattr(health, "MAX_ANSWERS", 2)
+    cluster = await make_cluster(1)
+    options = {"grpc__http2__lookahead_bytes": 0, "grpc__http2__bdp_probe": 0}
+    async with asyncio.timeout(60), cluster.over_grpc(**options) as channel:
+        check = channel.stream_stream("/grpc.health.v1.Health/Check")
+        unread = [check() for _ in range(20)]
+        for call in unread:
+            await call.write(b"")
+        await eventually(lambda: sum(not call.done() for call in unread) == 2)
+        refused = {await call.code() for call in unread if call.done()}
+        assert refused == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        for call in unread:
+            call.cancel()
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        async def is_served():
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                return await stub.Check(health_pb2.HealthCheckRequest())
+
+        while not await is_served():
+            await asyncio.sleep(0.01)
+
+
+async def test_health_call_whose_message_is_none_is_an_error(cluster):
+    async with cluster.over_grpc() as channel:
+        for name in ("Check", "Watch"):
+            raw = channel.unary_stream(f"/grpc.health.v1.Health/{name}")
+            assert (await error_of(raw(b"\x0a\x01\xff")))[1] == "invalid_request"
+        assert cluster.app.state.bodies.used_bytes == 0
 
 
 async def test_health_watches_end_with_the_server(cluster):

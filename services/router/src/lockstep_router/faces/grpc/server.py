@@ -7,19 +7,19 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from lockstep_common.errors import cannot_listen
 from lockstep_common.health_service import Health
 
 from lockstep_router.faces.bodies import BodyBudget
 from lockstep_router.faces.body_turns import BodyTurns
+from lockstep_router.faces.grpc.health import SERVICE as HEALTH
+from lockstep_router.faces.grpc.health import HealthCalls
 from lockstep_router.faces.grpc.inbound import Inbound
 from lockstep_router.faces.grpc.service import SERVICE, Inference
 from lockstep_router.router import Router
 from lockstep_router.settings import RouterSettings
 
-_HEALTH = "grpc.health.v1.Health"
 _OTHER_CALLS = 256
 """Calls at a time that run no stream: health, reflection, and those that will be refused."""
 _IDLE_MS = 30_000
@@ -58,9 +58,8 @@ class GrpcServer:
         )
         self._server.add_generic_rpc_handlers((inference.handler(),))
         self._health = Health(dict.fromkeys(("", SERVICE), lambda: router.unready is None and not router.draining))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        self._server.add_generic_rpc_handlers((HealthCalls(self._health, bodies, settings.router_id).handler(),))
+        reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), self._server)
         self.port = self._listen(settings, credentials)
 
     def _listen(self, settings: RouterSettings, credentials: grpc.ServerCredentials | None) -> int:
@@ -127,6 +126,6 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """The call's handler."""
         handler = await continuation(handler_call_details)
         service = handler_call_details.method.removeprefix("/").partition("/")[0]
-        if service == _HEALTH or (service == SERVICE and handler is not None):
+        if service == HEALTH or (service == SERVICE and handler is not None):
             return handler
         return self._inference.unknown() if handler is None else self._inference.describing(handler)
