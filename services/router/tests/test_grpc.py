@@ -15,10 +15,12 @@ from lockstep_api.v1 import inference_pb2, inference_pb2_grpc
 from lockstep_common import health_service
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.telemetry import JsonFormatter, exposition_for
+from lockstep_router.faces.bodies import BodyBudget
 from lockstep_router.faces.grpc import health, inbound, service
 from lockstep_router.faces.grpc.caller import abort, address_of
 from lockstep_router.faces.grpc.server import GrpcServer
 from lockstep_router.faces.grpc.wire import MAX_ENTRIES, MAX_RECORDS, check_structure
+from lockstep_router.memory import MemoryTrimmer
 from minutes import until_room_s
 from router_cluster import eventually, leaves_as_it_begins
 from scripted_worker import Script
@@ -525,6 +527,45 @@ async def test_tenant_with_the_most_messages_on_their_way_makes_room(make_cluste
         assert text_of(await events_of(stub_of(channel).Generate(request(), metadata=ours)))
         await eventually(lambda: sum(call.done() for call in silent) == 1)
         assert (await error_of(next(call for call in silent if call.done())))[1] == "overloaded"
+
+
+class Message:
+    """A call whose message arrives when it is told."""
+
+    def __init__(self):
+        self.is_there = asyncio.Event()
+
+    async def read(self):
+        await self.is_there.wait()
+        return b"message"
+
+
+async def test_call_that_comes_as_the_time_of_a_message_is_over_gets_its_room():
+    """Both in one turn of the event loop, the call first."""
+    messages = inbound.Inbound(BodyBudget(1 << 20, 1 << 20, MemoryTrimmer()), max_messages=1, timeout_s=1.2)
+    loop, comes = asyncio.get_running_loop(), asyncio.Event()
+    late, prompt = Message(), Message()
+    prompt.is_there.set()
+
+    async def come():
+        await comes.wait()
+        return await messages.read(prompt, "prompt")
+
+    began = loop.time()
+    reading, coming = asyncio.create_task(messages.read(late, "late")), asyncio.create_task(come())
+    await asyncio.sleep(0)
+    over_at = loop.time() + 1.2
+
+    def sleep_until_then():
+        while loop.time() <= over_at:
+            time.sleep(0.005)
+
+    loop.call_at(began + 1.1, sleep_until_then)
+    loop.call_at(began + 1.15, comes.set)
+    raised, read = await asyncio.gather(reading, coming, return_exceptions=True)
+    assert isinstance(raised, LockstepError)
+    assert raised.code is ErrorCode.INVALID_REQUEST
+    assert read[0] == b"message"
 
 
 async def test_messages_beyond_the_room_are_read_if_they_are_there(make_cluster):

@@ -137,7 +137,8 @@ class Inbound:
         oldest, due_at = self._next_to_go(sender)
         if due_at <= loop.time():
             del self._arriving[oldest]
-            oldest.reschedule(loop.time())
+            if not oldest.expired():  # else its own time is over in this turn of the event loop, and it leaves
+                oldest.reschedule(loop.time())
             return
         self._left.clear()
         try:
