@@ -1,16 +1,29 @@
 """What is special of the backend in memory: it stays as small as it says."""
 
 import tracemalloc
+from contextlib import suppress
 
+import grpc
 import pytest
 from backends import TTL_S
-from lockstep_api.v1.state_pb2 import WRITE_OUTCOME_OK, WRITE_OUTCOME_STALE, WRITE_OUTCOME_UNKNOWN
+from lockstep_api.v1 import state_pb2, state_pb2_grpc
+from lockstep_api.v1.state_pb2 import (
+    WRITE_OUTCOME_FULL,
+    WRITE_OUTCOME_OK,
+    WRITE_OUTCOME_STALE,
+    WRITE_OUTCOME_UNKNOWN,
+)
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.grpc_decoding import decoding
 from lockstep_common.telemetry import REGISTRY
 from lockstep_state.backend import Binding, Block, Limits, Opening, Take, Write
 from lockstep_state.memory import MemoryBackend
 from lockstep_state.memory.journals import MAX_TOMBSTONES
+from lockstep_state.memory.names import CLAIMED_S
 from lockstep_state.memory.shelf import ENTRY_BYTES
+from lockstep_state.services.calls import Running
+from lockstep_state.services.journal import Journal
+from state_serving import dial, make_settings
 
 LIMITS = Limits(stream_bytes=1 << 20, tenant_bytes=1 << 30, tenant_streams=1000, tenant_block_bytes=1 << 30)
 
@@ -130,3 +143,125 @@ async def test_lease_without_room_is_refused_as_full_and_not_as_held():
     assert caught.value.code is ErrorCode.OVERLOADED
     await backend.trim("t", ["s"], TTL_S)
     assert (await backend.acquire("lease", "a", TTL_S))[0]
+
+
+async def fill_with_running(backend, prefix):
+    """Streams that run, until there is no room for more."""
+    outcome, count = WRITE_OUTCOME_OK, 0
+    while outcome == WRITE_OUTCOME_OK:
+        opening = Opening(bytes(2000), 1, "r")
+        (result,) = await backend.append([Write("others", f"{prefix}-{count}", 1, TTL_S, opening)])
+        outcome, count = result.outcome, count + 1
+        assert backend.used_bytes <= 1 << 20
+    assert outcome == WRITE_OUTCOME_FULL
+
+
+async def test_key_of_a_stream_that_runs_is_not_evicted_before_the_stream_has_ended():
+    now = 0.0
+    backend = MemoryBackend(1 << 20, LIMITS, clock=lambda: now)
+    claim = Binding(b"request", b"fingerprint")
+    assert (await backend.bind("t", "key", claim, TTL_S, b"", "stream"))[0]
+    await backend.append([Write("t", "stream", 1, TTL_S, Opening(b"r", 1, "router"))])
+    for number in range(200):
+        await backend.bind("t", f"session-{number}", Binding(b"worker"), TTL_S, None)
+    now = CLAIMED_S + 1
+    backend.expire()
+    await fill_with_running(backend, "first")
+    assert await backend.bound("session-0") is None, "names that no stream needs make room"
+    assert await backend.bind("t", "key", Binding(b"other"), TTL_S, b"", "other") == (False, claim)
+    assert await backend.bind("t", "key", claim, TTL_S, b"", "stream") == (True, claim), "it needs no more room"
+    now += CLAIMED_S + 1
+    backend.expire()
+    await fill_with_running(backend, "second")
+    assert await backend.bound("key") == claim
+    assert backend.used_bytes <= 1 << 20
+
+
+@pytest.mark.parametrize("how", ["sealed", "trimmed", "expired"])
+async def test_key_makes_room_once_its_stream_runs_no_more(how):
+    now = 0.0
+    backend = MemoryBackend(1 << 20, LIMITS, clock=lambda: now)
+    await backend.bind("t", "key", Binding(b"request"), 10 * TTL_S, b"", "stream")
+    await backend.append([Write("t", "stream", 1, TTL_S, Opening(b"r", 1, "router"))])
+    now = CLAIMED_S
+    if how == "sealed":
+        await backend.append([Write("t", "stream", 1, TTL_S, seal=b"end")])
+    elif how == "trimmed":
+        await backend.trim("t", ["stream"], TTL_S)
+    else:
+        now = TTL_S
+    backend.expire()
+    assert await backend.bound("key") is not None
+    opening = Opening(bytes((1 << 20) - 800), 1, "r")
+    large = Write("t", "large", 1, TTL_S, opening)
+    assert [each.outcome for each in await backend.append([large])] == [WRITE_OUTCOME_OK]
+    assert await backend.bound("key") is None
+
+
+async def test_key_of_a_request_without_a_stream_is_kept_as_long_as_it_is_marked():
+    """Also if there is no room for the marks."""
+    now = 0.0
+    backend = MemoryBackend(1 << 20, LIMITS, clock=lambda: now)
+    await backend.bind("t", "key", Binding(b"request"), TTL_S, b"", "stream")
+    await fill_with_running(backend, "first")
+    for _ in range(10):
+        now += 1.0
+        with suppress(LockstepError):
+            await backend.bind("t", "mark", Binding(b"request"), CLAIMED_S, b"", "stream")
+        backend.expire()
+        await fill_with_running(backend, f"at-{now}")
+        assert await backend.bound("key") is not None
+    now += CLAIMED_S
+    backend.expire()
+    for number in range(20):  # no stream fits, but names may
+        with suppress(LockstepError):
+            await backend.bind("t", f"filling-{number}", Binding(b"worker"), TTL_S, None)
+    assert await backend.bound("key") is None
+
+
+async def test_names_of_requests_leave_nothing():
+    now = 0.0
+    backend = MemoryBackend(64 << 20, LIMITS, clock=lambda: now)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(20_000):
+            now += 0.1
+            await backend.bind("t", f"key-{number}", Binding(b"a"), TTL_S, b"", f"stream-{number}")
+            await backend.unbind("t", f"key-{number}", None)
+            if number % 10 == 0:
+                backend.expire()
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 200_000
+    assert backend.used_bytes == 0
+
+
+async def test_claim_of_a_stream_that_runs_is_kept_over_grpc(tmp_path):
+    now = 0.0
+    settings = make_settings(tmp_path)
+    backend = MemoryBackend(1 << 20, settings.limits, clock=lambda: now)
+    server = grpc.aio.server(interceptors=[decoding("/lockstep.v1.")])
+    state_pb2_grpc.add_JournalServicer_to_server(Journal(backend, settings, Running(8)), server)
+    server.add_insecure_port(settings.listen)
+    await server.start()
+    try:
+        async with dial(settings.listen) as channel:
+            journal = state_pb2_grpc.JournalStub(channel)
+            for request in ("runs", "idle"):
+                claim = state_pb2.ClaimRequest(tenant="t", key=f"key of {request}", request_id=request)
+                assert (await journal.Claim(claim)).granted
+            record = state_pb2.StreamRecord(schema=1, choices=[{}], prompts=[{}])
+            write = state_pb2.StreamWrite(tenant="t", stream_id="runs", epoch=1, record=record, owner="router")
+            assert (await journal.Append(state_pb2.AppendRequest(writes=[write]))).results[0].outcome == 1
+            now = CLAIMED_S
+            backend.expire()
+            await fill_with_running(backend, "filling")
+            for number in range(20):  # no stream fits, but sessions may
+                with suppress(LockstepError):
+                    await backend.bind("t", f"session-{number}", Binding(b"worker"), TTL_S, None)
+            lookups = [state_pb2.LookUpClaimRequest(tenant="t", key=f"key of {each}") for each in ("runs", "idle")]
+            assert [(await journal.LookUpClaim(each)).request_id for each in lookups] == ["runs", ""]
+    finally:
+        await server.stop(None)

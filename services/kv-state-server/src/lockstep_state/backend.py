@@ -130,7 +130,7 @@ class Backend(Protocol):
         """
 
     async def bind(
-        self, tenant: str, key: str, binding: Binding, ttl_s: float, expected: bytes | None
+        self, tenant: str, key: str, binding: Binding, ttl_s: float, expected: bytes | None, stream: str = ""
     ) -> tuple[bool, Binding]:
         """Bind a name.
 
@@ -141,6 +141,8 @@ class Backend(Protocol):
             ttl_s: for how long.
             expected: the target now, empty for none; None: any. The new target is always right, so that calls
                 can be repeated.
+            stream: the key of the stream of the request that is the target; empty: it is no request. A name is not
+                evicted as long as this stream runs.
 
         Returns:
             Whether it was done, and what the name is bound to now.

@@ -38,13 +38,19 @@ class Journals:
         room: where they count.
         limits: of a stream and of a tenant.
         clock: gives seconds.
+        on_change: called with the key of each stream that begins to run, or runs no more.
     """
 
-    def __init__(self, room: Room, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, room: Room, limits: Limits, clock: Callable[[], float], on_change: Callable[[str], None]
+    ) -> None:
         self._room = room
         self._limits = limits
         self._clock = clock
-        self.running: Shelf[Stream] = Shelf("running", room, clock, counts_streams=True)
+        self._on_change = on_change
+        self.running: Shelf[Stream] = Shelf(
+            "running", room, clock, counts_streams=True, on_take=lambda key, _: on_change(key)
+        )
         self.ended: Shelf[Stream] = Shelf("ended", room, clock, counts_streams=True, on_evict=self._fence_evicted)
         self.tombstones: Shelf[int] = Shelf("marks", room, clock)  # its name in the metrics
         """The epochs of trimmed and evicted streams that had been taken: a router that had one before must not open it
@@ -123,6 +129,7 @@ class Journals:
         ends_at = None if opening.left_s is None else self._clock() + opening.left_s
         stream = Stream(opening.record, opening.owner, write.epoch, logs, ends_at)
         self.running.put(write.key, stream, size_bytes, write.tenant, write.ttl_s)
+        self._on_change(write.key)
         self._apply(stream, write, _growth_bytes(logs, write))
         return results.ok(stream.epoch)
 

@@ -9,9 +9,9 @@ from lockstep_api.v1 import state_pb2
 
 from lockstep_state import metrics
 from lockstep_state.backend import Binding, Block, Lease, Limits, StoredStream, Take, Write
-from lockstep_state.errors import full, over_quota
 from lockstep_state.memory.journals import Journals
 from lockstep_state.memory.leases import Leases
+from lockstep_state.memory.names import Names
 from lockstep_state.memory.shelf import ENTRY_BYTES, Room, Shelf
 
 _EXPIRE_EVERY_S = 1.0
@@ -22,8 +22,9 @@ def _wall_ms() -> int:
 
 
 class MemoryBackend:
-    """Everything in memory. Blocks are evicted first, then streams that have ended, names, and tombstones of streams;
-    then calls are refused. For a block, blocks alone are evicted. A taken stream leaves a tombstone when it is evicted.
+    """Everything in memory. Blocks are evicted first, then streams that have ended, names (not the idempotency keys of
+    requests that run), and tombstones of streams; then calls are refused. For a block, blocks alone are evicted. A
+    taken stream leaves a tombstone when it is evicted.
 
     Args:
         max_bytes: of everything together, about.
@@ -42,11 +43,11 @@ class MemoryBackend:
         self._limits = limits
         self._room = Room(max_bytes)
         metrics.MEMORY_LIMIT_BYTES.set(max_bytes)
-        self._journals = Journals(self._room, limits, clock)
+        self._journals = Journals(self._room, limits, clock, on_change=self._settle)
         self._leases = Leases(self._room, clock, wall_ms)
         self._blocks: Shelf[bytes] = Shelf("blocks", self._room, clock)
-        self._names: Shelf[Binding] = Shelf("names", self._room, clock)
-        evictable = (self._blocks, self._journals.ended, self._names, self._journals.tombstones)
+        self._names = Names(self._room, limits, clock, runs=self._journals.running.__contains__)
+        evictable = (self._blocks, self._journals.ended, self._names.idle, self._journals.tombstones)
         self._room.evict_from(cast("Sequence[Shelf[object]]", evictable))
 
     @property
@@ -76,42 +77,22 @@ class MemoryBackend:
         return sum(self._journals.trim(key, tombstone_ttl_s) for key in keys)
 
     async def bind(
-        self, tenant: str, key: str, binding: Binding, ttl_s: float, expected: bytes | None
+        self, tenant: str, key: str, binding: Binding, ttl_s: float, expected: bytes | None, stream: str = ""
     ) -> tuple[bool, Binding]:
         """See `Backend`."""
-        entry = self._names.find(key)
-        now = Binding(b"") if entry is None else entry.value
-        if expected is not None and now.target not in (expected, binding.target):
-            return False, now
-        size_bytes = ENTRY_BYTES + len(binding.target) + len(binding.note)
-        growth_bytes = size_bytes - (0 if entry is None else entry.size_bytes)
-        if growth_bytes > 0 and self._room.tally(tenant).size_bytes + growth_bytes > self._limits.tenant_bytes:
-            raise over_quota()
-        if not self._room.make(size_bytes):
-            raise full()
-        self._names.put(key, binding, size_bytes, tenant, ttl_s)
-        return True, binding
+        return self._names.bind(tenant, key, binding, ttl_s, expected, stream)
 
     async def bound(self, key: str) -> Binding | None:
         """See `Backend`."""
-        entry = self._names.find(key)
-        return None if entry is None else entry.value
+        return self._names.find(key)
 
     async def touch(self, tenant: str, key: str, ttl_s: float) -> Binding | None:  # noqa: ARG002
         """See `Backend`."""
-        entry = self._names.find(key)
-        if entry is None:
-            return None
-        self._names.grow(key, 0, ttl_s)
-        return entry.value
+        return self._names.touch(key, ttl_s)
 
     async def unbind(self, tenant: str, key: str, target: bytes | None) -> bool:  # noqa: ARG002
         """See `Backend`."""
-        entry = self._names.find(key)
-        if entry is None or target not in (None, entry.value.target):
-            return False
-        self._names.take(key)
-        return True
+        return self._names.unbind(key, target)
 
     async def acquire(self, key: str, owner: str, ttl_s: float) -> tuple[bool, Lease]:
         """See `Backend`."""
@@ -157,21 +138,27 @@ class MemoryBackend:
     def expire(self) -> None:
         """Forget what has expired."""
         journals = self._journals
-        for shelf in (
+        expiring = (
             journals.running,
             journals.ended,
             journals.tombstones,
             self._blocks,
             self._names,
             self._leases.shelf,
-        ):
-            shelf.expire()
+        )
+        for each in expiring:
+            each.expire()
+        names = (self._names.idle, self._names.held)
+        for shelf in (journals.running, journals.ended, journals.tombstones, self._blocks, *names, self._leases.shelf):
             metrics.ENTRIES.labels(shelf.name).set(len(shelf))
         metrics.MEMORY_BYTES.set(self._room.used_bytes)
         metrics.BLOCK_MEMORY_BYTES.set(self._blocks.size_bytes)
 
     async def close(self) -> None:
         """There is nothing to close."""
+
+    def _settle(self, stream: str) -> None:
+        self._names.settle(stream)  # streams and names need each other: the names are made later
 
     def _put(self, block: Block) -> bool:
         size_bytes = ENTRY_BYTES + len(block.value)

@@ -89,6 +89,7 @@ class Shelf(Generic[Value]):
         room: where sizes count.
         clock: gives seconds.
         counts_streams: each value is a stream of its tenant.
+        on_take: called with each entry that is removed, for whatever reason, and its key.
         on_evict: called with each entry that is evicted, and its key. It may put less on another shelf.
     """
 
@@ -99,9 +100,11 @@ class Shelf(Generic[Value]):
         clock: Callable[[], float],
         *,
         counts_streams: bool = False,
+        on_take: Callable[[str, Entry[Value]], None] = lambda *_: None,
         on_evict: Callable[[str, Entry[Value]], None] = lambda *_: None,
     ) -> None:
         self.name = name
+        self._on_take = on_take
         self._on_evict = on_evict
         metrics.EVICTIONS.labels(name)  # from 0: of a series that begins at 1, Prometheus sees no increase
         self.size_bytes = 0
@@ -114,6 +117,9 @@ class Shelf(Generic[Value]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
 
     def find(self, key: str) -> Entry[Value] | None:
         """An entry whose time is not over; it counts as used."""
@@ -149,6 +155,7 @@ class Shelf(Generic[Value]):
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._count(entry, -entry.size_bytes, -self._streams)
+            self._on_take(key, entry)
         return entry
 
     def evict(self) -> bool:

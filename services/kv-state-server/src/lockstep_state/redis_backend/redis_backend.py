@@ -66,9 +66,15 @@ class RedisBackend:
         return await self._journals.trim(tenant, keys, tombstone_ttl_s)
 
     async def bind(
-        self, tenant: str, key: str, binding: Binding, ttl_s: float, expected: bytes | None
+        self,
+        tenant: str,
+        key: str,
+        binding: Binding,
+        ttl_s: float,
+        expected: bytes | None,
+        stream: str = "",  # noqa: ARG002
     ) -> tuple[bool, Binding]:
-        """See `Backend`."""
+        """See `Backend`. Redis evicts nothing."""
         if not await self._store.one("reserve", self._ledger.command(_name_item(tenant, key, binding, ttl_s))):
             raise over_quota()
         damaged = b""

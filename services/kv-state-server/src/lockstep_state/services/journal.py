@@ -81,7 +81,8 @@ class Journal(state_pb2_grpc.JournalServicer):
         binding = Binding(target, check_fingerprint("fingerprint", request.fingerprint))
         ttl_s = self._times.check("ttl_s", request.ttl_s)
         tenant, key = key_of(Kind.TENANT, request.tenant), _claim_key(request.tenant, request.key)
-        done, now = await self._backend.bind(tenant, key, binding, ttl_s, b"")
+        stream = _stream_key(request.tenant, request.request_id)
+        done, now = await self._backend.bind(tenant, key, binding, ttl_s, b"", stream)
         return state_pb2.ClaimResponse(granted=done, request_id=now.target.decode(), fingerprint=now.note)
 
     @unary("Journal.Release")
