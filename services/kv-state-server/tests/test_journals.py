@@ -423,6 +423,23 @@ async def test_tenant_has_so_many_bytes(kept):
     assert set(outcomes[17:]) == {FULL}
 
 
+@pytest.mark.parametrize("again", ["repeated", "other record", "gap", "too large"])
+async def test_stream_that_is_opened_again_counts_as_before(kept, again):
+    """Routers open all their streams again when they have lost the state server for a while."""
+    ids, names = range(1 << 31, (1 << 31) + 12_000), []
+    opening = Opening(b"record", 1, "r")
+    while (await kept.append(f"s{len(names)}", opening=opening)).outcome == OK:
+        await kept.append(f"s{len(names)}", pieces=[piece(0, 0, *ids)])
+        names.append(f"s{len(names)}")
+    assert len(names) > 10
+    pieces = {"gap": [piece(0, len(ids) + 1, 1)], "too large": [piece(0, len(ids), *ids)]}.get(again, [])
+    expected = {"repeated": OK, "other record": CONFLICT, "gap": GAP, "too large": TOO_LARGE}[again]
+    opening = Opening(b"other", 1, "r") if again == "other record" else opening
+    outcomes = {(await kept.append(name, opening=opening, pieces=pieces)).outcome for name in names}
+    assert outcomes == {expected}
+    assert (await kept.open("one more")).outcome == FULL
+
+
 async def test_streams_that_have_expired_do_not_count(kept):
     for number in range(100):
         await kept.open(f"s{number}", ttl_s=0.5)

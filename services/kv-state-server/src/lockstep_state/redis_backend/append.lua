@@ -22,6 +22,8 @@ for at = 14, #ARGV, 6 do
   logs[at] = {number(log[1]) or 0, log[2], number(log[3])}
 end
 local function answer(outcome, of_epoch, choice, length, for_ledger)
+  -- What was reserved for a stream that is not opened is given back; one that is there keeps it.
+  if is_new and ARGV[4] ~= '' and outcome ~= OK and outcome ~= COMPARE then for_ledger = -1 end
   return string.format('%d %.0f %d %d %d %d', outcome, of_epoch or 0, choice or 0, length or 0, for_ledger or 0, is_damaged and 1 or 0)
 end
 if is_damaged then
@@ -37,7 +39,7 @@ local function change(field, value)
 end
 if is_new then
   local tombstone = number(redis.pcall('GET', KEYS[3]))
-  if tombstone and epoch < tombstone then return answer(STALE, tombstone, 0, 0, -1) end
+  if tombstone and epoch < tombstone then return answer(STALE, tombstone) end
   if ARGV[4] == '' then return answer(UNKNOWN) end
   change('d', checked(first(ARGV[5])))
   change('r', ARGV[4])

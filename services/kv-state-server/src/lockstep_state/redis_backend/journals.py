@@ -38,7 +38,6 @@ _TURN_PIECES = 256
 _TURN_BYTES = 64 << 10
 """Pieces, and bytes of them, parsed at a time, about 1.5 ms; in between the event loop serves others."""
 _UNAVAILABLE = state_pb2.WRITE_OUTCOME_UNAVAILABLE
-_OPENED_NOTHING = (state_pb2.WRITE_OUTCOME_TOO_LARGE, state_pb2.WRITE_OUTCOME_GAP, state_pb2.WRITE_OUTCOME_FULL)
 
 
 @dataclass(frozen=True)
@@ -283,12 +282,7 @@ def _outcome(answer: Any) -> WriteResult:
 
 def _to_tell(write: Write, answer: Any) -> list[tuple[Write, int]]:
     """What the ledger has to know of a write."""
-    if not isinstance(answer, LockstepError):
-        if answer[4]:
-            return [(write, answer[4])]
-        if write.opening is not None and answer[0] in _OPENED_NOTHING:
-            return [(write, -1)]
-    return []
+    return [] if isinstance(answer, LockstepError) or not answer[4] else [(write, answer[4])]
 
 
 def _counted(answers: list[Any]) -> list[Any]:

@@ -36,6 +36,8 @@ local old = redis.call('HGET', KEYS[2], member)
 local old_bytes = tonumber(old or 0) or 0
 local others = math.max(0, total - old_bytes)
 if ARGV[4] ~= '' then
+  -- A stream is reserved with its record, also if it is opened again: what it has besides is known here already.
+  if is_stream then bytes = math.max(bytes, old_bytes) end
   if bytes > old_bytes and others + bytes > tonumber(ARGV[4]) then return 0 end
   if is_stream and not old and streams >= tonumber(ARGV[5]) then return 0 end
 end
