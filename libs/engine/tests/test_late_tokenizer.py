@@ -4,6 +4,7 @@ The tokenizer is a FIFO here, which is read when the test has written it.
 """
 
 import asyncio
+import logging
 import os
 from pathlib import Path
 
@@ -99,6 +100,7 @@ async def test_ranks_that_were_lost_meanwhile_are_not_taken_for_ready(starting):
 
 
 async def test_a_tokenizer_that_cannot_be_read_in_time_keeps_no_other_request_out(starting, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, "lockstep.engine")
     monkeypatch.setattr(grammar, "LOAD_TIMEOUT_S", 0.1)
     engine, start, _ = await starting()
     async with asyncio.timeout(WAIT_S):

@@ -261,7 +261,7 @@ async def server_with_room_for_a_key_alone(server, monkeypatch):
     monkeypatch.setattr(mirrored_journals, "OPENING_S", 0.05)
     monkeypatch.setattr(mirrored_journals, "PREPARING_S", 0.2)
     monkeypatch.setattr(shared_keys, "MARK_AFTER_S", 0.0)
-    server.settings = server.settings.model_copy(update={"max_tenant_bytes": 600})
+    server.settings = server.settings.model_copy(update={"max_tenant_bytes": 1000})
     return await server.restart()
 
 
