@@ -446,6 +446,26 @@ def test_deadline_ends_an_answer_that_trickles(path, body, refuses):
     assert network.clock.now_s <= 100 + 10 + POLICY.silence_timeout_s
 
 
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_deadline_does_not_fail_an_answer_whose_choices_are_complete(path):
+    """Whatever it cuts off: an answer has one end."""
+    body = FakeRouter().respond("POST", path, {}, json.dumps(BODIES[path]).encode())[2]
+    complete_at, expected = after_finish(path, body), undisturbed(path)
+    for bytes_in_time in range(complete_at - 40, len(body) + 2):
+        network = Network({A: FakeRouter()}, chunk_bytes=1)
+        network.read_s = 1.0
+        policy = replace(POLICY, timeout_s=bytes_in_time + 0.5)
+        outputs = []
+        try:
+            outputs.extend(network.request(path, BODIES[path], policy))
+        except DeadlineExceededError:
+            assert bytes_in_time < complete_at
+            continue
+        assert bytes_in_time >= complete_at
+        assert history(outputs) == expected
+        assert network.clock.now_s <= 100 + bytes_in_time + 1.5
+
+
 def test_deadline_is_told_to_the_router():
     router = FakeRouter()
     list(Network({A: router}).request(CHAT, CHAT_BODY, replace(POLICY, timeout_s=30.0)))

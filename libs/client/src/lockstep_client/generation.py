@@ -13,6 +13,7 @@ from lockstep_client.channels import DivergedError
 from lockstep_client.errors import (
     RETRYABLE_CODES,
     ConnectionFailedError,
+    DeadlineExceededError,
     LockstepError,
     ProtocolError,
     Received,
@@ -309,7 +310,7 @@ class StreamedAnswer:
         yield Expect(self._attempts.stream_silence_s(router))
         decoder = Decoder()
         while (chunk := (yield Read())) is not None:
-            self._attempts.check_deadline()
+            self._check_deadline()
             for event in _events(decoder, chunk):
                 new = self._take(event)
                 if new is not None:
@@ -318,6 +319,20 @@ class StreamedAnswer:
                 if self._is_over:
                     return
         raise BrokenError("broken", "the stream ended before its end mark")
+
+    def _check_deadline(self) -> None:
+        """An answer whose choices are all complete is in time: what is missing of it is known.
+
+        Raises:
+            DeadlineExceededError: it is not complete.
+            BrokenError: it is, and the rest is not waited for.
+        """
+        try:
+            self._attempts.check_deadline()
+        except DeadlineExceededError:
+            if self._transcript.ending() is None:
+                raise
+            raise BrokenError("late", "the end mark did not come in time") from None
 
     def _take(self, event: ServerSentEvent) -> ServerSentEvent | None:
         if event.data == DONE:
