@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from forged_logs import assert_only_own_lines, say_forged_goodbye
 from lockstep_api.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 
 SCRIPTED = (str(Path(__file__).parent / "scripted_process.py"),)
@@ -173,6 +174,18 @@ def test_a_taken_port_ends_the_real_worker_with_2(checkpoint):
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         code, said = ended(start(REAL, "--model", str(checkpoint), "--listen", listen))
     assert (code, said) == (2, f"cannot listen on {listen}: Address already in use\n")
+
+
+def test_a_peer_cannot_write_lines_into_the_log(checkpoint, socket_path):
+    process = start(REAL, "--model", str(checkpoint), "--listen", f"unix:{socket_path}")
+    await_socket(socket_path)
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(socket_path)
+        say_forged_goodbye(peer)
+    process.terminate()
+    code, said = ended(process, within_s=120)
+    assert code == 0
+    assert_only_own_lines(said)
 
 
 def test_an_engine_that_fails_later_leaves_its_reason(model_dir, last_words):

@@ -9,6 +9,7 @@ import time
 import grpc
 import pytest
 from backends import PATIENCE_S, eventually
+from forged_logs import assert_only_own_lines, say_forged_goodbye
 from lockstep_api.v1 import state_pb2
 from lockstep_common.ports import free_port
 from lockstep_state.settings import StateSettings
@@ -53,6 +54,17 @@ async def test_sigterm_lets_calls_end_and_exits_with_0(listen):
             await call.done_writing()
             assert list((await call).outcomes) == [state_pb2.PUT_OUTCOME_STORED]
         assert process.wait(PATIENCE_S) == 0
+
+
+def test_a_peer_cannot_write_lines_into_the_log(listen):
+    with running(listen) as process:
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(listen.removeprefix("unix:"))
+            say_forged_goodbye(peer)
+        process.terminate()
+        code, said = ended(process)
+    assert code == 0
+    assert_only_own_lines(said)
 
 
 async def test_calls_that_do_not_end_are_ended_after_the_drain(listen):

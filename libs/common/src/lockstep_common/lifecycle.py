@@ -53,6 +53,14 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
 
+def quiet_grpc() -> None:
+    """Have gRPC's core log errors alone, unless the environment says otherwise. It reads that when it is imported.
+
+    Else it logs every failed handshake, and texts of peers as they come, line ends too: anyone could forge lines.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
 def stop_event() -> asyncio.Event:
     """An event of the running loop that SIGTERM and SIGINT set. A second signal ends the process at once."""
     event = asyncio.Event()

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -80,7 +79,6 @@ def main(arguments: list[str] | None = None, engine_factory: EngineFactory = Asy
         The exit code: 0 after a signal, 1 for a failure that another start may fix. A failure that no start can fix
         ends the process here with exit code 2 and one sentence on stderr.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC logs every failed handshake
     settings = WorkerSettings.load("lockstep-worker", arguments)
     lifecycle.name_process(f"worker {settings.worker_id}")
     telemetry.setup(f"worker {settings.worker_id}", level=settings.log_level, pod=settings.pod_name)

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 
 import grpc
@@ -68,7 +67,6 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code, 0. Settings that cannot be used end the process here with exit code 2 and one sentence on stderr.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC logs every failed handshake
     settings = StateSettings.load("lockstep-state", arguments)
     lifecycle.name_process("state")
     telemetry.setup("state", level=settings.log_level, pod=settings.pod_name)

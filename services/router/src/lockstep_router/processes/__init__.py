@@ -5,9 +5,7 @@ workers without talking to each other. All else is as with several routers: resu
 are each process's own.
 """
 
-import os
-
-from lockstep_common.lifecycle import obey_parent
+from lockstep_common.lifecycle import obey_parent, quiet_grpc
 
 from lockstep_router.settings import RouterSettings
 
@@ -15,8 +13,7 @@ from lockstep_router.settings import RouterSettings
 def main() -> None:
     """The entry point of a router: one process, or the parent of several."""
     obey_parent()
-    # Read when gRPC is imported, in children too. The links log lost connections themselves.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    quiet_grpc()  # in children too
     settings = RouterSettings.load("lockstep-router")
     # The parent does without the modules that serve, and its children load them themselves.
     if settings.processes > 1:
