@@ -8,6 +8,7 @@ import pytest
 from journal_store_contract import KEEP_S, STOP, logprobs, record
 from lockstep_api.v1 import state_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.state_channel import StateAwayError
 from lockstep_router import metrics
 from lockstep_router.journals import Claim, Outcome, Piece
 from lockstep_router.journals.mirror import MIRROR_CALLS
@@ -221,6 +222,39 @@ async def test_batches_are_on_their_way_beside_each_other_with_other_streams(mak
     assert (most, most_of_one) == (MIRROR_CALLS * 128, 1)
     for name in (names[0], names[-1]):
         assert list((await other.look_up(name, "tenant")).logs[0].ids) == [5, 6, 7]
+
+
+@pytest.mark.parametrize("has_defect", [False, True])
+async def test_a_batch_beside_others_that_is_lost_is_written_again(make_store, other, monkeypatch, has_defect):
+    """Though nothing else changes after it, and whatever has become of it."""
+    store = await make_store(timeout_s=60.0, max_streams=2000, max_bytes=256 << 20)
+    append, batches = store.client.append, 0
+
+    async def losing(request):
+        nonlocal batches
+        batches += 1
+        number = batches
+        response = await append(request)
+        if number == 2:
+            await eventually(lambda: store.mirror.entries["r-0"].is_open)  # the first one's answer is there
+            raise RuntimeError if has_defect else StateAwayError("DEADLINE_EXCEEDED")
+        return response
+
+    monkeypatch.setattr(store.client, "append", losing)
+    for n in range(200):
+        await store.open(record(f"r-{n}"))
+    await eventually(lambda: batches >= 2)
+    await mirrored(store)
+    assert await other.look_up("r-199", "tenant") is not None
+
+
+async def test_batches_that_fail_together_count_as_one_failure(store, server):
+    await server.kill()
+    for is_open in (False, True):
+        batches = [store.client.append(state_pb2.AppendRequest()) for _ in range(MIRROR_CALLS)]
+        failures = await asyncio.gather(*batches, return_exceptions=True)
+        assert {type(each) for each in failures} == {StateAwayError}
+        assert store.client.mirror.is_open == is_open
 
 
 async def test_taken_stream_keeps_its_key_while_the_server_is_away(store, other, server):

@@ -1,6 +1,6 @@
 """Writes the journals of running streams to the state server, so that another router can continue them.
 
-One task writes batches, one at a time: whatever all streams have gained since the last one. While batches are full and
+One batch is written at a time: whatever all streams have gained since the last one. While batches are full, and are
 answered, others are on their way beside it, with other streams, so that this process, the state server and Redis work
 at the same time. Nothing is queued but the names of streams: the tokens are taken from the journals in memory when the
 batch is made. Token by token it costs one look-up.
@@ -89,6 +89,8 @@ class Mirror:
         """Whether the last batch had no room for all. What did not fit has waited already."""
         self._is_sound = True
         """Whether the batch that was answered last was written completely."""
+        self._unsound_at = 0.0
+        """When one was not, in the event loop's time."""
         self.on_return: Callable[[], None] = lambda: None
         """Called when the state server may have forgotten everything; streams are written again then."""
         self._lost: OrderedDict[str, str] = OrderedDict()
@@ -260,6 +262,8 @@ class Mirror:
                     await self._write_batch()
             except Exception:
                 logger.exception("the mirror of the journals has a defect")
+            if self._changed:  # what has to be written again, which the other task does not know
+                self._wake.set()
 
     def _wait_s(self, began_at: float) -> float:
         """Time until the next batch. Changes are gathered for a while, unless they have waited already because the last
@@ -274,7 +278,9 @@ class Mirror:
 
     async def _write_batch(self) -> bool:
         """Write what is missing, as much as fits in one batch; False if there was nothing to write."""
-        batch, self._is_full = self._batch()
+        made_at = asyncio.get_running_loop().time()
+        batch, is_full = self._batch()
+        self._is_full = is_full
         if not batch:
             return False
         writes, sent = [write for write, _ in batch], [each for _, each in batch]
@@ -285,7 +291,7 @@ class Mirror:
             response = await self._client.append(state_pb2.AppendRequest(writes=writes))
         except StateAwayError as away:
             metrics.JOURNAL_WRITES.labels("unavailable").inc(len(batch))
-            self._is_sound = False
+            self._note_unsound()
             self._halve(len(sent))
             self._give_back(sent)
             if not away.is_late:
@@ -295,20 +301,36 @@ class Mirror:
         except StateRefusedError as refused:
             self._note_refusal(sent, str(refused))
             return True
+        except Exception:
+            self._note_unsound()
+            self._give_back(sent)
+            raise
         self._land(sent)
-        if len(sent) >= self._batch_writes:
-            self._batch_writes = min(_BATCH_WRITES, len(sent) + _MORE_WRITES)
-        self._is_sound = all(each.outcome == state_pb2.WRITE_OUTCOME_OK for each in response.results)
+        self._note_answer(sent, response, made_at, is_full=is_full)
+        return True
+
+    def _note_answer(
+        self, sent: Sequence[Sent], response: state_pb2.AppendResponse, made_at: float, *, is_full: bool
+    ) -> None:
+        is_sound = all(each.outcome == state_pb2.WRITE_OUTCOME_OK for each in response.results)
+        if made_at >= self._unsound_at:  # else it says nothing of the time since then
+            self._is_sound = is_sound
+            if is_full:
+                self._batch_writes = min(_BATCH_WRITES, self._batch_writes + _MORE_WRITES)
+        if not is_sound:
+            self._note_unsound()
         for outcome, count in Counter(each.outcome for each in response.results).items():
             metrics.JOURNAL_WRITES.labels(_NAMES.get(outcome, _OTHER)).inc(count)
         for each, result in zip(sent, response.results, strict=True):
             self._note_result(each, result)
-        return True
 
     @property
     def _has_more(self) -> bool:
         """Whether there is enough for another batch beside those on their way, and the state server takes them all."""
         return self._is_full and self._is_sound and self._batch_writes == _BATCH_WRITES
+
+    def _note_unsound(self) -> None:
+        self._is_sound, self._unsound_at = False, asyncio.get_running_loop().time()
 
     def _halve(self, writes: int) -> None:
         self._batch_writes = max(1, min(self._batch_writes, writes) // 2)
@@ -325,7 +347,7 @@ class Mirror:
     def _note_refusal(self, sent: Sequence[Sent], reason: str) -> None:
         """The whole call was refused: a smaller batch may be taken, a single write is given up."""
         metrics.JOURNAL_WRITES.labels("refused").inc(len(sent))
-        self._is_sound = False
+        self._note_unsound()
         if len(sent) > 1:
             self._halve(len(sent))
             self._give_back(sent)

@@ -9,6 +9,7 @@ a failure if the server does not answer a question for its health either.
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -59,6 +60,8 @@ class StateClient:
         # A stream's journal may be long; the server bounds it.
         self._channel = StateChannel(target, dial, "lockstep.v1.Journal", -1)
         self._calls = 0
+        self._failures_beside = 0
+        """Failures that were counted of calls that run beside others of their kind."""
         self._doubting: asyncio.Task[None] | None = None
         self._measure()
 
@@ -94,7 +97,9 @@ class StateClient:
             is_away = all(each.outcome == state_pb2.WRITE_OUTCOME_UNAVAILABLE for each in response.results)
             return "STORE_UNAVAILABLE" if is_away else ""
 
-        response: state_pb2.AppendResponse = await self._call("Append", request, self.mirror, self.patient_s, flaw)
+        response: state_pb2.AppendResponse = await self._call(
+            "Append", request, self.mirror, self.patient_s, flaw, is_beside_others=True
+        )
         return response
 
     async def renew(self, request: state_pb2.ClaimRequest) -> None:
@@ -198,15 +203,18 @@ class StateClient:
         *,
         may_be_full: bool = False,
         may_be_long: bool = False,
+        is_beside_others: bool = False,
     ) -> Any:
         """Args:
         may_be_full: a server without room for this call is no server that is away; others' calls go on.
         may_be_long: nor is one that is late with this call, if it answers others.
+        is_beside_others: calls that run at the same time and fail have one reason, and count once.
         """
         channel = self._channel.current
         if breaker.is_open or channel is None:
             raise StateAwayError
         stub = state_pb2_grpc.JournalStub(channel)  # type: ignore[no-untyped-call]
+        fail = partial(self._fail, breaker, failures=self._failures_beside if is_beside_others else None)
         try:
             response = await getattr(stub, method)(request, timeout=timeout_s, metadata=metadata)
         except grpc.aio.AioRpcError as error:
@@ -223,18 +231,28 @@ class StateClient:
             if error.code().name == _LATE and may_be_long:
                 self._doubt(breaker)
             else:
-                self.note_failure(breaker, error.code().name)
+                fail(error.code().name)
             raise StateAwayError(error.code().name) from None
         except asyncio.CancelledError:
             if is_own_cancellation():
                 raise
-            self.note_failure(breaker, "CANCELLED")
+            fail("CANCELLED")
             raise StateAwayError from None
         if reason := flaw(response):
-            self.note_failure(breaker, reason)
+            fail(reason)
             raise StateAwayError
         breaker.note_success()
         return response
+
+    def _fail(self, breaker: Breaker, reason: str, *, failures: int | None) -> None:
+        """Count a failure; not for the breaker if another one has been counted since `failures`."""
+        if failures is None:
+            self.note_failure(breaker, reason)
+        elif failures == self._failures_beside:
+            self._failures_beside += 1
+            self.note_failure(breaker, reason)
+        else:
+            metrics.STATE_FAILURES.labels(reason.lower()).inc()
 
     def note_failure(self, breaker: Breaker, reason: str) -> None:
         """Count a failure of the server."""
