@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import itertools
 import os
 import resource
@@ -240,7 +241,9 @@ async def test_starts_for_which_there_are_not_enough_files_leave_none_open(group
                 finally:
                     resource.setrlimit(resource.RLIMIT_NOFILE, usual)
                 await ranks.kill()
-                assert len(open_files()) <= before, f"after failure {failures}"
+                while len(open_files()) > before:  # some are closed in the next turns of the event loop
+                    gc.collect()
+                    await asyncio.sleep(0.01)
                 failures += failed
     finally:
         await ranks.stop()
