@@ -407,6 +407,7 @@ MUTATIONS = {
     "timeouts are ignored": (MOVES, lambda: Mutation(router=RouterThatIgnoresTimeouts), {"late"}),
     "streams wait for no worker": (CLIENTS, lambda: Mutation(settings=IMPATIENT), {"unexplained error"}),
     "suspects are never forgotten": (MOVES, lambda: Mutation(router=RouterThatForgetsSuspects), {"leak"}),
+    "one death is proof enough": (MOVES, lambda: Mutation(settings={"quarantine_after": 1}), {"unexplained error"}),
     "streams are counted wrongly": (MOVES, lambda: Mutation(router=RouterThatLosesCount), {"leak"}),
     "a resumed stream repeats a token": (CLIENTS, lambda: Mutation(router=with_runs(RunsThatRepeatAToken)), WRONG),
     "a resumed stream skips a token": (CLIENTS, lambda: Mutation(router=with_runs(RunsThatSkipAToken)), WRONG),

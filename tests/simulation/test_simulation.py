@@ -118,6 +118,16 @@ def test_trace_does_not_depend_on_the_process():
     assert World(make_plan(11)).run().trace_hash == hashes.pop().split()[0]
 
 
+def test_a_request_whose_workers_faults_hit_one_after_the_other_may_be_quarantined():
+    """Each time it was alone on the worker: routers cannot tell it from one that kills workers."""
+    outcome = World(make_plan(50002053)).run()
+    quarantined = [
+        each for each in outcome.histories if each.events[-1].value == "request_quarantined" and not each.is_poison
+    ]
+    assert quarantined
+    assert outcome.violations == []
+
+
 def test_leaving_faults_out_leaves_the_requests_as_they_are():
     plan = make_plan(3, Scale(requests=10))
     calm = plan.without(faults=frozenset(range(len(plan.faults))))

@@ -102,7 +102,7 @@ class Rules:
     """A request with a timeout ends at most so long after it."""
     allowed_errors: frozenset[ErrorCode]
     """Errors that the faults explain. The error of a timeout, and the quarantine of a request that kills workers, are
-    always explained."""
+    always explained. So is that of one whose workers faults hit as often as quarantine takes: see `explained`."""
 
 
 def check(histories: list[History], rules: Rules) -> list[Violation]:

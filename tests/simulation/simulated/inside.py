@@ -12,6 +12,7 @@ from simulated.epochs import Epochs
 from simulated.history import History
 from simulated.kernel import ProcessLoop
 from simulated.model import Expected
+from simulated.network import JITTER_S
 from simulated.worker import Live, Worker
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ class Inside:
         """By stream id."""
         self.moved: set[str] = set()
         """The names of streams that a worker got in a later attempt."""
+        self._struck: dict[str, set[tuple[str, int, int]]] = {}
+        """By stream id: the lives of workers that faults took it away from."""
         self.epochs = Epochs(self._on_lower_epoch)
         self._world = world
         self._newest: dict[tuple[ProcessLoop, str], tuple[int, float]] = {}
@@ -131,12 +134,28 @@ class Inside:
         if drift_s > slack_s:
             self.report("seniority", stream.name, f"its arrival is {drift_s:.2f} s off on {worker.worker_id}")
 
+    def on_struck(self, live: Live, worker: Worker) -> None:
+        """Note that a fault has hit a stream's worker, or the path from it."""
+        life = worker.worker_id, worker.incarnation, worker.epoch
+        self._struck.setdefault(live.submit.stream_id, set()).add(life)
+
+    def looked_poisonous(self, after: int) -> set[str]:
+        """The requests that lost so many workers by faults: routers cannot tell them from one that kills workers."""
+        return {self.streams[each].subject for each, lives in self._struck.items() if len(lives) >= after}
+
     def audit(self) -> None:
-        """Find streams that workers compute without a client."""
+        """Find streams that workers compute without a client, and those whose workers are silent."""
         for worker in (*self._world.workers, *self._world.old_workers):
-            if worker.is_listening and not worker.is_stopped:
-                for live in worker.live.values():
+            for live in worker.live.values():
+                if worker.is_stopped or self._is_silent(worker, live):
+                    self.on_struck(live, worker)
+                if worker.is_listening and not worker.is_stopped:
                     self._audit_stream(worker, live)
+
+    def _is_silent(self, worker: Worker, live: Live) -> bool:
+        """Whether a fault keeps from a router, or delays, what its worker sends."""
+        down = self._world.network.path(worker.target, live.connection.router)
+        return down.is_cut or down.jitter_s > JITTER_S
 
     def _audit_stream(self, worker: Worker, live: Live) -> None:
         world, submit = self._world, live.submit

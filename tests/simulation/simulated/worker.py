@@ -96,6 +96,8 @@ class Worker:
     mischief: Mischief = field(default_factory=Mischief)
     card: worker_pb2.ModelCard = field(default_factory=model.card)
     on_submit: Callable[[Live, "Worker"], None] = lambda _live, _worker: None
+    on_struck: Callable[[Live, "Worker"], None] = lambda _live, _worker: None
+    """Called for each stream that a fault takes away from it."""
 
     def __post_init__(self) -> None:
         self.epoch = 1
@@ -148,6 +150,7 @@ class Worker:
         if self.connections.pop(connection, None) is not None:
             del self.received[connection]
             for live in [each for each in self.live.values() if each.connection is connection]:
+                self.on_struck(live, self)
                 self._remove(live)
 
     def tokenizer(self, _request: worker_pb2.TokenizerRequest) -> worker_pb2.TokenizerFiles:
@@ -161,12 +164,13 @@ class Worker:
         self.is_reachable = not silently
         self._end_step()
         for live in list(self.live.values()):
+            self.on_struck(live, self)
             self._remove(live)
         if not silently:
             self._hang_up()
 
-    def lose_ranks(self, message: str) -> None:
-        """The ranks die: every stream is rejected, and the next epoch begins."""
+    def lose_ranks(self, message: str, *, by_stream: bool = False) -> None:
+        """The ranks die, by a fault or by a stream: every stream is rejected, and the next epoch begins."""
         if self.state != worker_pb2.WORKER_STATE_READY or not self.is_listening:
             return
         self.kernel.trace("ranks", self.worker_id, self.epoch, message)
@@ -183,6 +187,8 @@ class Worker:
         if tells_first:
             self._publish()
         for live in list(self.live.values()):
+            if not by_stream:
+                self.on_struck(live, self)
             self._end(live, ErrorCode.WORKER_LOST, message, retryable=True)
         if not tells_first:
             self._publish()
@@ -382,7 +388,7 @@ class Worker:
             self._note_phase(live, worker_pb2.STREAM_PHASE_WAITING, phases)
             return
         if live.submit.prompt_ids[0] == model.POISON_ID and live.position - live.first >= _AFTER_POISON:
-            self.lose_ranks("poison")
+            self.lose_ranks("poison", by_stream=True)
             return
         ids, finish, first = [], 0, live.position
         for _ in range(self.rng.randint(1, self.plan.most_per_step)):

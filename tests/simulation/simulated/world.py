@@ -169,6 +169,7 @@ class World:
             self.plan.workers[index],
             Mischief(),
             on_submit=self.inside.on_submit,
+            on_struck=self.inside.on_struck,
         )
         self.network.hosts[started.target] = started
         if index < len(self.workers):
@@ -247,6 +248,7 @@ class World:
                 self._bury()
         self.counts["streams that met a fault"] = sum(map(self._has_met_fault, self.histories))
         self.counts["frames of old epochs"] = self.inside.epochs.stale_frames
+        self._explain_quarantines()
         violations = self.inside.violations + checker.check(self.histories, self._rules())
         return Outcome(
             self.plan.seed,
@@ -257,6 +259,12 @@ class World:
             tuple(self.kernel.lines),
             max((_silence_s(each) for each in self.histories), default=0.0),
         )
+
+    def _explain_quarantines(self) -> None:
+        looked_poisonous = self.inside.looked_poisonous(settings_of(self.plan, "router").quarantine_after)
+        for history in self.histories:
+            if history.subject in looked_poisonous:
+                history.explained.add(ErrorCode.REQUEST_QUARANTINED)
 
     def _has_met_fault(self, history: History) -> bool:
         """Whether its stream had several attempts, its connection broke, or an error ended it that its client has not
