@@ -1,11 +1,12 @@
 """A TCP proxy whose connections can be delayed, slowed down, silenced, lost and cut, for tests. It runs in the test's
-event loop.
+event loop, or in a thread with its own.
 """
 
 import asyncio
 import contextlib
 import math
 import random
+import threading
 
 _PATIENCE_S = 60.0
 _CHUNK_BYTES = 1 << 16
@@ -120,3 +121,25 @@ class TcpProxy:
             writer.transport.abort()
         finally:
             receiving.cancel()
+
+
+@contextlib.contextmanager
+def proxy_before(port):
+    """A proxy for tests without an event loop: it runs in that of a thread of its own."""
+    proxy, is_ready, loop = TcpProxy(port), threading.Event(), asyncio.new_event_loop()
+    is_over = asyncio.Event()
+
+    async def serve():
+        async with proxy:
+            is_ready.set()
+            await is_over.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert is_ready.wait(_PATIENCE_S)
+        yield proxy
+    finally:
+        loop.call_soon_threadsafe(is_over.set)
+        thread.join(_PATIENCE_S)
+        loop.close()

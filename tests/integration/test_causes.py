@@ -1,14 +1,11 @@
 """A slow client, a slow Redis, a long prompt: the drawing of `lockstep trace` says which of them it was."""
 
-import asyncio
 import hashlib
 import json
 import re
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from machine import wait_for
 from redis_server import RedisServer
 from serving import run
 from system import MODEL, REFERENCE, System
-from tcp_proxy import TcpProxy
+from tcp_proxy import TcpProxy, proxy_before
 
 KEY = "lsk-for-the-tests-of-causes"
 PROMPT_TOKENS = 1900
@@ -30,31 +27,11 @@ REDIS_TIMEOUT_S = 10
 SAMPLED = "00-{:032x}-00000000000000aa-01"
 
 
-@contextmanager
-def slowed(port: int) -> Iterator[TcpProxy]:
-    """A proxy before a port, in a thread of its own."""
-    proxy, is_ready, loop = TcpProxy(port), threading.Event(), asyncio.new_event_loop()
-    is_over = asyncio.Event()
-
-    async def serve() -> None:
-        async with proxy:
-            is_ready.set()
-            await is_over.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    assert is_ready.wait(PATIENCE_S)
-    yield proxy
-    loop.call_soon_threadsafe(is_over.set)
-    thread.join(PATIENCE_S)
-    loop.close()
-
-
 @pytest.fixture(scope="module")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TcpProxy]:
     """The way to a Redis for the limits."""
     server = RedisServer(tmp_path_factory.mktemp("redis"))
-    with slowed(server.port) as proxy:
+    with proxy_before(server.port) as proxy:
         yield proxy
     server.kill()
 

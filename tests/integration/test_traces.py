@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,9 +31,12 @@ from spans import (
     spans_of,
 )
 from system import MODEL, System
+from tcp_proxy import TcpProxy, proxy_before
 
 pytestmark = pytest.mark.slow
 
+EXPORT_TIMEOUT_S = 5
+"""Of one export, with its retries."""
 STARTS = 20
 """Most starts of a worker's ranks until their clocks have been measured well enough."""
 
@@ -41,6 +45,8 @@ class Traced(NamedTuple):
     system: System
     log: Path
     receiver: Collector
+    way: TcpProxy
+    """To the receiver."""
     end: ExitStack
     """Ends the receiver."""
 
@@ -55,11 +61,11 @@ def traced(
 ) -> Iterator[Traced]:
     """Two workers with two ranks each, that send their traces to a receiver."""
     before = traces()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{receiver.address}")
+    with pytest.MonkeyPatch.context() as patch, proxy_before(int(receiver.address.rpartition(":")[2])) as way:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{way.port}")
         patch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
         with Serve(tmp_path_factory.mktemp("serve"), "--workers", "2", "--tp", "2", "--log-level", "info") as serve:
-            yield Traced(serve.ready().system, serve.log, receiver, collecting.end)
+            yield Traced(serve.ready().system, serve.log, receiver, way, collecting.end)
             serve.interrupt(signal.SIGINT)
             assert serve.end() == 0
             assert "Traceback" not in serve.notes, serve.notes
@@ -253,6 +259,32 @@ def test_the_clocks_of_ranks_are_that_of_their_worker(traced: Traced) -> None:
 
 def test_no_text_is_in_any_message(traced: Traced) -> None:
     assert b"canary" not in traced.receiver.raw
+
+
+def test_nothing_waits_for_a_collector_that_does_not_answer(traced: Traced) -> None:
+    """What it does not take is counted as lost, and traces are exported again when it answers."""
+    traced.way.silence()
+    began_s = time.monotonic()
+    for number in range(30, 40):
+        assert complete(traced.system, number, 5).status_code == 200
+    assert time.monotonic() - began_s < 10 * EXPORT_TIMEOUT_S, "no request has waited for an export"
+    wait_for(lambda: lost_spans(traced.system) > 0, "the router has given an export up")
+    traced.way.pass_on()
+
+    def has_come() -> bool:
+        complete(traced.system, 40, 5)
+        return bool(named(spans_of(traced.receiver, 40), "request"))
+
+    wait_for(has_come, "traces are exported again", every_s=0.5)
+
+
+def lost_spans(system: System) -> float:
+    """Spans that the router's exporter has failed to export."""
+    with httpx.Client(timeout=60, trust_env=False) as client:
+        page = client.get(f"{system.management_url}/metrics").raise_for_status().text
+    found = re.search(r'^lockstep_trace_spans_total\{outcome="failed"\} (\S+)$', page, re.MULTILINE)
+    assert found is not None, page
+    return float(found[1])
 
 
 @pytest.mark.slow
