@@ -1,4 +1,4 @@
-"""The values and commands that docs/deployment.md shows are those of the chart, the Makefile and the command line; the
+"""The values and commands that docs/deployment.md and the runbooks show are those of the chart, the Makefile and the command line; the
 messages of probes in docs/troubleshooting.md are of the chart's probes."""
 
 import json
@@ -9,13 +9,29 @@ from typing import Any
 
 import pytest
 import yaml
+from lockstep_common.errors import ErrorCode
+from lockstep_router.settings import RouterSettings
+from lockstep_state.settings import StateSettings
 from lockstep_tools.cli import parse
 from lockstep_tools.repository.images.catalog import IMAGES
+from lockstep_worker.settings import WorkerSettings
+from pydantic import BaseModel
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/deployment.md").read_text()
+RUNBOOKS = (ROOT / "docs/runbooks/README.md").read_text()
 TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
 CHART = ROOT / "charts/lockstep"
+SETTINGS: dict[str, type[BaseModel]] = {
+    "router": RouterSettings,
+    "modelDefaults": WorkerSettings,
+    "state": StateSettings,
+}
+"""By where the chart has their values."""
+NO_SETTINGS = frozenset({"requests_per_minute", "tokens_per_minute", "max_tokens", "ejected_because"}).union(
+    ErrorCode, ("inter_token_deadline", "permission_denied", "read_only", "not_durable")
+)
+"""Fields of tenants, of requests and of the status, error codes and labels, which runbooks name besides."""
 SCHEMA = json.loads((ROOT / "charts/lockstep/values.schema.json").read_text())
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
 VALUES = [block for language, block in BLOCKS if language == "yaml"]
@@ -43,14 +59,25 @@ def test_values_are_those_of_the_chart(values: str) -> None:
     jsonschema.validate(_merged(defaults, yaml.safe_load(values)), SCHEMA)
 
 
-def test_set_values_exist() -> None:
-    paths = re.findall(r"--set\s+([A-Za-z.]+)=", TEXT)
+@pytest.mark.parametrize("text", [TEXT, RUNBOOKS], ids=["deployment", "runbooks"])
+def test_set_values_exist(text: str) -> None:
+    paths = re.findall(r"--set\s+([A-Za-z._]+)=", text)
     assert len(paths) > 3
     for path in paths:
+        names, _, setting = path.partition(".settings.")
         schema = SCHEMA
-        for name in path.split("."):
+        for name in names.split("."):
             assert name in _properties(schema), path
             schema = _properties(schema)[name]
+        if setting:
+            assert setting in SETTINGS[names].model_fields, path
+
+
+def test_settings_that_runbooks_name_exist() -> None:
+    known = NO_SETTINGS.union(*(settings.model_fields for settings in SETTINGS.values()))
+    for path in (ROOT / "docs/runbooks").glob("Lockstep*.md"):
+        named = re.findall(r"`(?!lockstep_)([a-z]+(?:_[a-z]+)+)`", path.read_text().partition("## Do")[2])
+        assert known.issuperset(named), path
 
 
 def test_commands_can_be_parsed() -> None:
