@@ -52,10 +52,11 @@ def test_what_a_plain_model_launches_is_known_before_its_weights_are_there(tmp_p
     calls = plain_calls(model.module, model.hidden_act, torch.float32, exact=exact, compressed=True)
     kernels = {call.kernel for call in calls}
     expected = {"attend_exact", "linear"} if exact else {"attend", "product"}
-    assert kernels == expected | {"choose", "compress", "add_rms_norm", "silu_mul", "rotate_store"}
+    assert kernels == expected | {"choose", "clock", "compress", "add_rms_norm", "silu_mul", "rotate_store"}
     assert len(calls) == len(set(calls))
     for call in calls:
-        call.launch(DEVICE)
+        if call.kernel != "clock":  # Triton's interpreter has none
+            call.launch(DEVICE)
 
 
 def test_other_models_are_not_known(tmp_path):

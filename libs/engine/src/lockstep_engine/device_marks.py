@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lockstep_engine.collective_clock import CollectiveClock
 from lockstep_engine.mailbox import Mailbox
 
 logger = logging.getLogger("lockstep.engine")
@@ -54,6 +55,9 @@ class Marks:
     def enter(self) -> None:
         """A collective is launched next."""
 
+    def leave(self) -> None:
+        """It has been launched."""
+
     def end_step(self) -> None:
         """All of a step's work has been launched."""
 
@@ -64,6 +68,14 @@ class Marks:
 
     def replayed(self) -> None:
         """Recorded work has been launched again."""
+
+    def spent_us(self, by_host_us: int) -> int:
+        """Microseconds in the collectives of the steps that have ended since the last call.
+
+        Args:
+            by_host_us: what the host has spent in the calls.
+        """
+        return by_host_us
 
 
 class DeviceMarks(Marks):
@@ -77,6 +89,8 @@ class DeviceMarks(Marks):
     def __init__(self, stream: MarkStream, launched: NDArray[np.int64]) -> None:
         self._stream = stream
         self._launched = launched
+        self.clock: CollectiveClock | None = None
+        """Times collectives from when it is set."""
         self._step = 1  # 0 says that there are no marks
         self._place = 0
         self._last_recorded = _RECORDED
@@ -87,25 +101,42 @@ class DeviceMarks(Marks):
         self._step += 1
         self._stream.advance()
         self._mark(0)
+        if self.clock is not None:
+            self.clock.begin()
 
     def enter(self) -> None:
         """See `Marks.enter`."""
         self._mark(min(self._place + 1, _END - 1))
+        if self.clock is not None:
+            self.clock.enter()
+
+    def leave(self) -> None:
+        """See `Marks.leave`."""
+        if self.clock is not None:
+            self.clock.leave()
 
     def end_step(self) -> None:
         """See `Marks.end_step`."""
         self._mark(_END)
+        if self.clock is not None:
+            self.clock.end_step()
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """See `Marks.recorded`."""
         self._place = _RECORDED
+        if self.clock is not None:
+            self.clock.begin()
         yield
         self._last_recorded = self._place
 
     def replayed(self) -> None:
         """See `Marks.replayed`."""
         self._tell(self._last_recorded)
+
+    def spent_us(self, by_host_us: int) -> int:
+        """See `Marks.spent_us`: by the device's clock, if it is read."""
+        return by_host_us if self.clock is None else self.clock.spent_us()
 
     def _mark(self, place: int) -> None:
         self._stream.write(place)

@@ -48,7 +48,8 @@ class Collectives(Protocol):
     rank: int
     size: int
     spent_ns: int
-    """Time in collectives since the counter was last set to 0: transfer, and waiting for other ranks."""
+    """The host's time in collectives since the counter was last set to 0. On the CPU: transfer, and waiting for other
+    ranks."""
     marks: list[tuple[str, int, int]] | None
     """While the rank is profiled: each collective's name, begin and end, in ns of the monotonic clock. None: no marks
     are wanted."""
@@ -218,6 +219,7 @@ class TorchDistributed:
 
     Args:
         deterministic: whether a sum must not depend on the element's position in the tensor.
+        on_end: called when a collective has been launched.
         on_gpu: whether the ranks add up as those on GPUs do, which is NCCL's or in the order of ranks.
         one_shot: used for the tensors that its `fits` accepts.
     """
@@ -229,6 +231,7 @@ class TorchDistributed:
         on_progress: Callable[[], None],
         *,
         deterministic: bool,
+        on_end: Callable[[], None] = lambda: None,
         on_gpu: bool = False,
         one_shot: OneShot | None = None,
     ) -> None:
@@ -237,6 +240,7 @@ class TorchDistributed:
         self.spent_ns = 0
         self.marks: list[tuple[str, int, int]] | None = None
         self._on_progress = on_progress
+        self._on_end = on_end
         self._one_shot = one_shot
         self._deterministic = deterministic
         self._on_gpu = on_gpu
@@ -277,6 +281,7 @@ class TorchDistributed:
         return time.perf_counter_ns()
 
     def _finish(self, name: str, began: int) -> None:
+        self._on_end()
         ended = time.perf_counter_ns()
         self.spent_ns += ended - began
         if self.marks is not None:

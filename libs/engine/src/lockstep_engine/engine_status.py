@@ -31,8 +31,8 @@ class RankStatus:
     forward_s: float = 0.0
     """Time of its device in the forward passes of these steps, collectives included."""
     collective_s: float = 0.0
-    """The part of it in collectives: transfer, and waiting for slower ranks. On a GPU it is the host's time in the
-    calls, without collectives that are recorded."""
+    """The part of it in collectives: transfer, and waiting for slower ranks. On a GPU by its own clock, which
+    times a part of them (`collective_clock`); without our kernels the host's time, and recorded steps count none."""
     device_bytes: int = 0
     """Memory of its GPU that it has reserved; 0: it has none."""
     clock_skew_s: tuple[float, float] = (0.0, 0.0)

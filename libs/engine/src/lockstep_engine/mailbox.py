@@ -33,8 +33,8 @@ class RankTimes(NamedTuple):
     """The part of it in forward passes, collectives included. Rank 0 samples after them, so up to there all ranks have
     equal work."""
     collective_s: float
-    """In the collectives of these steps: transfer, and waiting for other ranks. On a GPU it is the host's time, and
-    recorded steps count none."""
+    """In the collectives of these steps: transfer, and waiting for other ranks. On a GPU by its own clock
+    (`collective_clock`), or without our kernels the host's time, in which recorded steps count none."""
     waited_s: float
     """Between steps, when the device had nothing to do."""
 

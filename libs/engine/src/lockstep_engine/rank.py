@@ -26,6 +26,7 @@ from lockstep_engine.attention_torch import TorchAttention
 from lockstep_engine.blocks import HostSizes, PoolSizes
 from lockstep_engine.cache_sizing import CacheSizing
 from lockstep_engine.canary import Numerics
+from lockstep_engine.collective_clock import CollectiveClock
 from lockstep_engine.control import (
     MAX_CONTROL_BYTES,
     AllocateBlocks,
@@ -44,7 +45,7 @@ from lockstep_engine.control import (
 )
 from lockstep_engine.device_choice import pick_device, pick_dtype
 from lockstep_engine.device_failures import is_out_of_memory
-from lockstep_engine.device_marks import marks_of
+from lockstep_engine.device_marks import DeviceMarks, marks_of
 from lockstep_engine.device_timer import DeviceTimer, Timestamp
 from lockstep_engine.graphs import BuildCounter, DecodeInputs, GraphedStep
 from lockstep_engine.host_memory import HostMemory
@@ -81,6 +82,7 @@ class Launched(NamedTuple):
     scores: Scores | None
     pooled: Pooled | None
     collective_us: int
+    """The host's time in collectives."""
     idle: list[tuple[Timestamp, Timestamp]]
     """Intervals before the step in which the device had nothing to do."""
     computed: Timestamp
@@ -177,6 +179,7 @@ class Rank:
         launched: deque[Launched] = deque()
         idle: list[tuple[Timestamp, Timestamp]] = []
         free = self._timer.now()
+        self._marks.spent_us(0)  # those of the start count in no step
         with torch.inference_mode():
             while True:
                 if not launched or select.select([self._control], [], [], _POLL_S)[0]:
@@ -205,12 +208,11 @@ class Rank:
             since = step.idle[-1][1]
             waited_us = round(sum(to.us_since(begin) for begin, to in step.idle))
             busy_us, forward_us = round(step.end.us_since(since)), round(step.computed.us_since(since))
-            self._mailbox.note_step(self._spec.rank, busy_us, forward_us, step.collective_us, waited_us)
+            collective_us = self._marks.spent_us(step.collective_us)
+            self._mailbox.note_step(self._spec.rank, busy_us, forward_us, collective_us, waited_us)
             if step.sampled is not None:
                 scores = () if step.scores is None else step.scores.read()
-                result = Result(
-                    step.number, *step.sampled.read(), waited_us, step.collective_us, step.unserved, *scores
-                )
+                result = Result(step.number, *step.sampled.read(), waited_us, collective_us, step.unserved, *scores)
                 if step.pooled is not None:
                     result.embeddings = step.pooled.read()
                 self._mailbox.put_result(step.number, encode_result(result))
@@ -386,10 +388,18 @@ class Rank:
         by_kernels = self._by_kernels()
         if by_kernels:
             self.model.fuse_on_gpu(model.context_length)
+            self._time_collectives()
         elif self._device.type == "cpu" and self._dtype is torch.float32 and cpu.build is not None:
             self.model.fuse(model.context_length)
         phases.end("kernels")
         return by_kernels
+
+    def _time_collectives(self) -> None:
+        """From here on by the GPU's clock."""
+        if self._group.size > 1 and isinstance(self._marks, DeviceMarks):
+            from lockstep_engine.kernels.triton_clock import TritonClockStream  # noqa: PLC0415 - it builds on Triton
+
+            self._marks.clock = CollectiveClock(TritonClockStream(self._device))
 
     def _build_ahead(self) -> Ahead | None:
         """Begin to build the GPU's kernels, if they can serve; None: they cannot."""
@@ -451,7 +461,13 @@ class Rank:
         quick = on_gpu and config.collectives == "auto" and not self._deterministic
         one_shot = distributed.symmetric_memory(self._device, config.tp) if quick else None
         return distributed.TorchDistributed(
-            spec.rank, config.tp, progress, deterministic=self._deterministic, on_gpu=on_gpu, one_shot=one_shot
+            spec.rank,
+            config.tp,
+            progress,
+            deterministic=self._deterministic,
+            on_end=self._marks.leave,
+            on_gpu=on_gpu,
+            one_shot=one_shot,
         )
 
     def _agree_on_blocks(self, loaded: Loaded) -> tuple[PoolSizes, float, float]:

@@ -32,7 +32,7 @@ RANK_FORWARD = Counter(
 RANK_COLLECTIVE = Counter(
     "lockstep_worker_rank_collective_seconds_total",
     "Part of it in collectives: transfer, and waiting for slower ranks, so that the slowest rank has the least. On a "
-    "GPU the host's time in the calls, without recorded ones",
+    "GPU by the device's clock; of many alike it times one in eight",
     ["rank"],
     registry=REGISTRY,
 )

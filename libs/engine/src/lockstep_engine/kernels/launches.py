@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from lockstep_engine.collective_clock import WEIGHTS
 from lockstep_engine.config import HotWindow
 from lockstep_engine.kernels import (
     triton_attention,
+    triton_clock,
     triton_compress,
     triton_exact_attention,
     triton_gate,
@@ -77,6 +79,7 @@ def calls(shape: ModelShape) -> list[Call]:
     found = attention_calls(
         shape.heads // shape.kv_heads, shape.head_dim, shape.dtype, compressed=shape.compressed, window=shape.window
     )
+    found.append(Call("clock", ()))
     found += [Call("choose", (shape.vocabulary, shape.dtype, drawn)) for drawn in {shape.dtype: 0, torch.float32: 0}]
     if not shape.plain:
         return [*found, Call("store", (shape.kv_heads, shape.head_dim, shape.dtype))]
@@ -212,6 +215,11 @@ def _linear(device: torch.device, ins: int, outs: int, biased: bool, dtype: torc
         triton_linear.product(torch.zeros(1, rows, ins, dtype=dtype, device=device), weight.t().unsqueeze(0), bias)
 
 
+def _clock(device: torch.device) -> None:
+    for weight in WEIGHTS:
+        triton_clock.add_time(torch.zeros(1, dtype=torch.int64, device=device), weight)
+
+
 def _product(device: torch.device, dtype: torch.dtype) -> None:
     torch.zeros(16, 16, dtype=dtype, device=device) @ torch.zeros(16, 16, dtype=dtype, device=device)
 
@@ -231,4 +239,5 @@ _LAUNCH: dict[str, Callable[..., None]] = {
     "choose": _choose,
     "linear": _linear,
     "product": _product,
+    "clock": _clock,
 }
