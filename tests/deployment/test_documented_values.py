@@ -1,5 +1,5 @@
-"""The values and commands that docs/deployment.md and the runbooks show are those of the chart, the Makefile and the command line; the
-messages of probes in docs/troubleshooting.md are of the chart's probes."""
+"""The values and commands that docs/deployment.md and the runbooks show are those of the chart, the Makefile and the
+command line; the messages of probes in docs/troubleshooting.md are of the chart's probes."""
 
 import json
 import re

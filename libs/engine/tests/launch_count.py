@@ -472,7 +472,7 @@ def markdown(table):
         "have a kernel each, some more than one. Bytes of a mixture are those of as many experts as can be chosen.",
         "Sampling is on rank 0, for a vocabulary of 128,256; every option: penalties, bias, min_tokens, top_p, min_p,",
         "log probabilities and a grammar in each row. Its launches do not grow with the rows.",
-        "With several ranks the device also reads its clock, not counted here: before and after each of the first eight",
+        "With several ranks the device also reads its clock, not counted here: before and after the first eight",
         "collectives, and one in eight of the others.",
         "",
         "| model, ranks | step | torch's operations | Triton's launches | collectives | marks of progress | GB moved |",
