@@ -57,7 +57,6 @@ class Live:
     position: int
     left_of_prompt: int
     began_at: float = 0.0
-    is_forgotten: bool = False
     deadline: Event | None = None
 
     @property
@@ -375,8 +374,6 @@ class Worker:
         updates: dict[Connection, list[worker_pb2.StreamTokens]],
         phases: dict[Connection, list[worker_pb2.StreamPhaseChange]],
     ) -> None:
-        if live.is_forgotten:
-            return
         if live.left_of_prompt > 0:
             live.left_of_prompt -= _CHUNK
             self._note_phase(live, worker_pb2.STREAM_PHASE_RUNNING, phases)
@@ -427,7 +424,7 @@ class Worker:
             frame.tokens.streams.extend(each for each in streams if each is not victim)
         if rng.random() < mischief.loss and live is not None:
             self.kernel.trace("forgets", self.worker_id, victim.stream_id, victim.position)
-            live.is_forgotten = True
+            self._remove(live)
         if rng.random() < mischief.old_attempt:
             self._send_wrong(connection, victim, epoch=self.epoch, attempt=victim.attempt - 1)
         if rng.random() < mischief.old_epoch:
