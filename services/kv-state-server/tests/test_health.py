@@ -58,7 +58,7 @@ async def test_watch_tells_of_an_end_that_begins_while_it_writes():
         statuses.append(response.status)
         health.draining = True
 
-    await health.Watch(health_pb2.HealthCheckRequest(), SimpleNamespace(write=write))
+    await health.watch(health_pb2.HealthCheckRequest(), SimpleNamespace(write=write))
     assert statuses == [SERVING, NOT_SERVING]
 
 

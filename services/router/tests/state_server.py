@@ -4,7 +4,6 @@ import asyncio
 from collections import Counter
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
 from lockstep_api.v1 import state_pb2_grpc
 from lockstep_api.v1.state_pb2 import WRITE_OUTCOME_FULL, WRITE_OUTCOME_UNAVAILABLE
 from lockstep_common.errors import ErrorCode, LockstepError
@@ -105,7 +104,7 @@ class StateServer:
         self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), interceptors=[encoding("/lockstep.v1.")])
         journal = Journal(self.backend, self.settings, Running(self.settings.max_calls))
         state_pb2_grpc.add_JournalServicer_to_server(journal, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(health_of(self.backend), self._server)
+        self._server.add_generic_rpc_handlers((health_of(self.backend).handler(),))
         if self.credentials is None:
             self._server.add_insecure_port(self.target)
         else:

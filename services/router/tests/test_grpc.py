@@ -17,7 +17,7 @@ from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.telemetry import JsonFormatter, exposition_for
 from lockstep_router.faces.bodies import BodyBudget
 from lockstep_router.faces.grpc import health, inbound, service
-from lockstep_router.faces.grpc.caller import abort, address_of
+from lockstep_router.faces.grpc.caller import abort
 from lockstep_router.faces.grpc.server import GrpcServer
 from lockstep_router.faces.grpc.wire import MAX_ENTRIES, MAX_RECORDS, check_structure
 from lockstep_router.memory import MemoryTrimmer
@@ -207,7 +207,7 @@ async def test_health_is_readiness_and_needs_no_key(make_cluster, tmp_path):
 
 
 async def test_health_watches_are_bounded(make_cluster, monkeypatch):
-    monkeypatch.setattr(health_service, "MAX_WATCHES", 2)
+    monkeypatch.setattr(health_service, "MAX_WATCHES", 4)
     cluster = await make_cluster(1)
     async with cluster.over_grpc() as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -239,7 +239,7 @@ async def test_health_calls_without_a_message_leave_the_port_to_others(make_clus
         cluster.over_grpc() as other,
         grpc.aio.insecure_channel(cluster.grpc_address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel,
     ):
-        silent = [channel.stream_stream(f"/grpc.health.v1.Health/{name}")() for _ in range(400)]
+        silent = [channel.stream_stream(f"/grpc.health.v1.Health/{name}")() for _ in range(600)]
         # Those that are refused by then raise.
         await asyncio.gather(*(call.wait_for_connection() for call in silent), return_exceptions=True)
         await eventually(lambda: any(call.done() for call in silent))
@@ -260,25 +260,112 @@ async def test_health_calls_without_a_message_leave_the_port_to_others(make_clus
             call.cancel()
 
 
-async def test_health_checks_whose_answer_nobody_reads_are_bounded(make_cluster, monkeypatch):
-    monkeypatch.setattr(health, "MAX_ANSWERS", 2)
-    cluster = await make_cluster(1)
-    options = {"grpc__http2__lookahead_bytes": 0, "grpc__http2__bdp_probe": 0}
-    async with asyncio.timeout(60), cluster.over_grpc(**options) as channel:
-        check = channel.stream_stream("/grpc.health.v1.Health/Check")
-        unread = [check() for _ in range(20)]
-        for call in unread:
+UNREAD = {"grpc__http2__lookahead_bytes": 0, "grpc__http2__bdp_probe": 0, "grpc__use_local_subchannel_pool": 1}
+"""Options of a channel without room for messages that are not read."""
+
+
+async def unread_calls(channel, name, count, metadata=lambda _: None):
+    """Calls with an empty message whose answers are not read."""
+    calls = [channel.stream_stream(name)(metadata=metadata(number)) for number in range(count)]
+    for call in calls:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it is refused already
             await call.write(b"")
-        await eventually(lambda: sum(not call.done() for call in unread) == 2)
-        refused = {await call.code() for call in unread if call.done()}
-        assert refused == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    return calls
+
+
+async def refusals(calls, held):
+    """The codes and sentences of calls of which all but so many have ended."""
+    await eventually(lambda: sum(not call.done() for call in calls) == held)
+    return {(await call.code(), await call.details()) for call in calls if call.done()}
+
+
+@contextlib.asynccontextmanager
+async def from_address(source, address):
+    """The port at which connections reach an address from another one."""
+
+    async def carry(reader, writer):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async def relay(reader, writer):
+        host, port = address.split(":")
+        inner_reader, inner_writer = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
+        await asyncio.gather(carry(reader, inner_writer), carry(inner_reader, writer), return_exceptions=True)
+
+    async with await asyncio.start_server(relay, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def test_health_checks_whose_answer_nobody_reads_leave_others_to_other_addresses(make_cluster, monkeypatch):
+    monkeypatch.setattr(health_service, "MAX_CHECKS", 4)
+    cluster = await make_cluster(1)
+    options = [(name.replace("__", "."), value) for name, value in UNREAD.items()]
+    async with (
+        asyncio.timeout(60),
+        cluster.over_grpc() as other,
+        from_address("127.0.0.2", cluster.grpc_address) as port,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel,
+    ):
+        unread = await unread_calls(channel, "/grpc.health.v1.Health/Check", 20)
+        sentence = "2 health checks of this client are in progress already, the limit for one"
+        assert await refusals(unread, held=2) == {(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence)}
+        stub = health_pb2_grpc.HealthStub(other)
+        reply = await stub.Check(health_pb2.HealthCheckRequest())
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
         for call in unread:
             call.cancel()
-        stub = health_pb2_grpc.HealthStub(channel)
+        again = health_pb2_grpc.HealthStub(channel)
 
         async def is_served():
             with contextlib.suppress(grpc.aio.AioRpcError):
-                return await stub.Check(health_pb2.HealthCheckRequest())
+                return await again.Check(health_pb2.HealthCheckRequest())
+
+        while not await is_served():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("owner", ["address", "tenant"])
+async def test_calls_that_nobody_reads_leave_the_port_to_others(make_cluster, tmp_path, owner):
+    """Also after the time for a write, since gRPC keeps such a call until its client or its connection ends."""
+    path = tmp_path / "keys.yaml"
+    write(path, tenant("search", KEY), tenant("chat", OTHER_KEY))
+    settings = {"keys_file": str(path)} if owner == "tenant" else {}
+    cluster = await make_cluster(
+        1,
+        max_streams=1,
+        write_timeout_s=0.3,
+        grpc_max_calls_per_connection=1000,
+        trusted_proxies="127.0.0.1",
+        **settings,
+    )
+
+    def by(key, address):
+        return (("authorization", f"Bearer {key}"), ("x-forwarded-for", address))
+
+    def theirs(number):
+        return by(KEY, "10.0.0.1" if owner == "address" else f"10.0.{number // 250}.{number % 250 + 1}")
+
+    ours = by(OTHER_KEY, "10.1.0.1")
+    options = [(name.replace("__", "."), value) for name, value in UNREAD.items()]
+    async with (
+        asyncio.timeout(60),
+        cluster.over_grpc() as other,
+        grpc.aio.insecure_channel(cluster.grpc_address, options=options) as channel,
+    ):
+        unread = await unread_calls(channel, "/lockstep.v1.Inference/ListModels", 450, theirs)
+        sentence = f"193 calls of this {owner} are in progress already, the limit for one"
+        assert await refusals(unread, held=193) == {(grpc.StatusCode.RESOURCE_EXHAUSTED, sentence)}
+        await asyncio.sleep(0.5)
+        assert text_of(await events_of(stub_of(other).Generate(request(), metadata=ours)))
+        assert (await error_of(stub_of(other).Generate(request(), metadata=theirs(0))))[1] == "overloaded"
+        for call in unread:
+            call.cancel()
+
+        async def is_served():
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                return await events_of(stub_of(other).Generate(request(), metadata=theirs(0)))
 
         while not await is_served():
             await asyncio.sleep(0.01)
@@ -621,14 +708,6 @@ def test_structure_is_limited_before_parsing():
     largest.conversation.messages.add()
     with pytest.raises(LockstepError, match=f"messages has more than {MAX_ENTRIES} entries"):
         check_structure(largest.SerializeToString(), DESCRIPTOR, 300)
-
-
-@pytest.mark.parametrize(
-    ("peer", "address"),
-    [("ipv4:10.1.2.3:5000", "10.1.2.3"), ("ipv6:%5B::1%5D:5000", "::1"), ("unix:/a", ""), ("", "")],
-)
-def test_address_of_a_peer(peer, address):
-    assert address_of(peer) == address
 
 
 def test_events_are_described_for_tools():

@@ -13,7 +13,6 @@ from functools import partial
 
 import grpc
 import uvloop
-from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from lockstep_api.v1 import worker_pb2_grpc
 from lockstep_common import lifecycle, telemetry
@@ -21,6 +20,7 @@ from lockstep_common.errors import LockstepError, cannot_listen
 from lockstep_common.garbage import spare_existing_objects
 from lockstep_common.grpc_decoding import decoding
 from lockstep_common.grpc_tls import server_credentials
+from lockstep_common.health_service import SERVICE as HEALTH
 from lockstep_common.health_service import Health
 from lockstep_common.listening import claim
 from lockstep_common.log_level import LOG_LEVEL
@@ -250,8 +250,8 @@ def _listen(worker: Worker, settings: WorkerSettings, certificates: Certificates
     server = grpc.aio.server(options=_OPTIONS, interceptors=(*checks, decoding(f"/{_SERVICE}/Tokenizer")))
     worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(worker), server)  # type: ignore[no-untyped-call]
     served = {"": lambda: True, _SERVICE: lambda: worker.ready}  # liveness and readiness
-    health_pb2_grpc.add_HealthServicer_to_server(Health(served, lambda: worker.changed), server)
-    names = (_SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+    server.add_generic_rpc_handlers((Health(served, lambda: worker.changed).handler(),))
+    names = (_SERVICE, HEALTH, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     try:
         if certificates is None:

@@ -7,7 +7,6 @@ import socket
 
 import grpc
 import uvloop
-from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from lockstep_api.v1 import state_pb2_grpc
 from lockstep_common import lifecycle, telemetry
@@ -15,6 +14,7 @@ from lockstep_common.errors import LockstepError, cannot_listen
 from lockstep_common.garbage import spare_existing_objects
 from lockstep_common.grpc_decoding import decoding
 from lockstep_common.grpc_tls import PeerInterceptor, server_credentials
+from lockstep_common.health_service import SERVICE as HEALTH
 from lockstep_common.health_service import Health
 from lockstep_common.listening import claim
 from lockstep_common.management import Reports, managed
@@ -212,8 +212,8 @@ def _listen(
     state_pb2_grpc.add_SessionsServicer_to_server(Sessions(backend, settings, running), server)  # type: ignore[no-untyped-call]
     state_pb2_grpc.add_LeasesServicer_to_server(Leases(backend, settings, running), server)  # type: ignore[no-untyped-call]
     state_pb2_grpc.add_KvServicer_to_server(Kv(backend, settings, running), server)  # type: ignore[no-untyped-call]
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    names = (*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+    server.add_generic_rpc_handlers((health.handler(),))
+    names = (*SERVICES, HEALTH, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     try:
         if certificates is None:

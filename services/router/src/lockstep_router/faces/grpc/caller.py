@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
+from lockstep_common.call_bounds import address_of
 from lockstep_common.errors import LockstepError
 
 from lockstep_router.faces import identity
@@ -71,12 +71,6 @@ async def client_address(
     """The client's address: the peer's, unless that is a trusted proxy. The length of metadata is limited already."""
     address = address_of(context.peer())
     return address if forwarded is None else await forwarded.address(address, _values(metadata, _FORWARDED_FOR))
-
-
-def address_of(peer: str) -> str:
-    """The client's address in gRPC's name of a peer (`ipv4:127.0.0.1:5000`, `ipv6:%5B::1%5D:5000`)."""
-    kind, _, rest = unquote(peer).partition(":")
-    return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
 
 
 def _values(metadata: list[tuple[str, Any]], wanted: str) -> list[bytes]:

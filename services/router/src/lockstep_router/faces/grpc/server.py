@@ -9,18 +9,18 @@ from typing import Any
 import grpc
 from grpc_reflection.v1alpha import reflection
 from lockstep_common.errors import cannot_listen
+from lockstep_common.health_service import SERVICE as HEALTH
 from lockstep_common.health_service import Health
 
 from lockstep_router.faces.bodies import BodyBudget
 from lockstep_router.faces.body_turns import BodyTurns
-from lockstep_router.faces.grpc.health import SERVICE as HEALTH
 from lockstep_router.faces.grpc.health import HealthCalls
 from lockstep_router.faces.grpc.inbound import Inbound
 from lockstep_router.faces.grpc.service import SERVICE, Inference
 from lockstep_router.router import Router
 from lockstep_router.settings import RouterSettings
 
-_OTHER_CALLS = 256
+_OTHER_CALLS = 384
 """Calls at a time that run no stream: health, reflection, and those that will be refused."""
 _IDLE_MS = 30_000
 """A connection without calls is closed, since idle ones count in `max_connections`; clients connect again."""
@@ -49,12 +49,14 @@ class GrpcServer:
     ) -> None:
         settings = router.settings
         arriving = max(_MIN_ARRIVING, settings.max_bodies_bytes // settings.max_body_bytes)
-        inference = Inference(router, Inbound(bodies, arriving, settings.body_timeout_s), turns)
+        # Streams, further readings of streams, and the rest.
+        max_calls = 2 * settings.max_streams + _OTHER_CALLS
+        inbound = Inbound(bodies, arriving, settings.body_timeout_s)
+        inference = Inference(router, inbound, turns, max_calls_each=max_calls // 2)
         self._server = grpc.aio.server(
             interceptors=(_Interceptor(inference),),
             options=_options(settings),
-            # Streams, further readings of streams, and the rest.
-            maximum_concurrent_rpcs=2 * settings.max_streams + _OTHER_CALLS,
+            maximum_concurrent_rpcs=max_calls,
         )
         self._server.add_generic_rpc_handlers((inference.handler(),))
         self._health = Health(dict.fromkeys(("", SERVICE), lambda: router.unready is None and not router.draining))

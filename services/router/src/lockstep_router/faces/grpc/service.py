@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 from lockstep_api.v1 import inference_pb2
+from lockstep_common.call_bounds import CallBounds
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
 
 from lockstep_router.faces.access import Call, report
@@ -128,13 +129,22 @@ _Behaviour = Callable[[_Progress], Awaitable[None]]
 
 
 class Inference:
-    """The service's behaviours."""
+    """The service's behaviours.
 
-    def __init__(self, router: Router, inbound: Inbound, turns: BodyTurns) -> None:
+    Args:
+        router: the router.
+        inbound: where messages arrive.
+        turns: in which they are parsed.
+        max_calls_each: calls in progress of one address, and of one tenant.
+    """
+
+    def __init__(self, router: Router, inbound: Inbound, turns: BodyTurns, max_calls_each: int) -> None:
         self._router = router
         self._inbound = inbound
         self._turns = turns
         self._describing = 0
+        self._of_addresses = CallBounds("calls", max_calls_each, owner="address")
+        self._of_tenants = CallBounds("calls", max_calls_each, owner="tenant")
         proxies = router.settings.trusted_proxies
         self._forwarded = ForwardedClients(proxies) if proxies else None
 
@@ -202,8 +212,10 @@ class Inference:
         call, failure = _Progress(endpoint, requests, context, self._router), None
         record = call.record
         try:
-            identify(self._router, call.metadata, record)
             call.address = await client_address(self._forwarded, context, call.metadata)
+            self._of_addresses.take(call.address, context)
+            identify(self._router, call.metadata, record)
+            self._of_tenants.take(record.account.tenant.name, context)
             await behaviour(call)
             record.status = 200
         except LockstepError as error:
