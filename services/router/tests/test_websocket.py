@@ -12,6 +12,7 @@ from key_files import KEY, OTHER_KEY, bearer, tenant, write
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode
 from lockstep_common.telemetry import REGISTRY, JsonFormatter, exposition_for
+from lockstep_router.faces.websocket import session
 from router_cluster import eventually, leaves_as_it_begins
 from scripted_worker import Script
 from takeover_cluster import Sharing, mirrored_to
@@ -282,6 +283,27 @@ async def test_a_cancel_just_before_the_client_closes_ends_the_request(cluster, 
         await eventually(lambda: any(worker.cancels for worker in cluster.workers))
         await eventually(lambda: cluster.router.requests == 0)
         assert cluster.app.state.bodies.used_bytes == 0
+
+
+async def test_defect_of_a_session_closes_its_socket_and_frees_what_arrives_behind_it(cluster, monkeypatch, caplog):
+    class Defect(dict):
+        def get(self, *_):
+            raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(session, "parse_object", lambda *_: Defect())
+    async with cluster.over_http() as client, connection(client, HANDSHAKE + b"\r\n") as (reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(masked(b'{"type":"ping"}') * 3)
+        async with asyncio.timeout(30):
+            head = await reader.readexactly(4)
+            assert (head[0], int.from_bytes(head[2:])) == (0x88, 1011)
+            assert await reader.readexactly(head[1] - 2) == b"something went wrong in the router"
+            writer.write(masked(b'{"type":"ping"}') + masked((1011).to_bytes(2), opcode=8))
+            assert await reader.read() == b""
+        assert cluster.app.state.bodies.used_bytes == 0
+    logged = "".join(JsonFormatter("router").format(each) for each in caplog.records)
+    assert logged.count("session failed") == 1
+    assert "RuntimeError: secret detail" not in logged
 
 
 async def test_request_that_joined_a_stream_does_not_end_it(cluster):

@@ -28,7 +28,7 @@ from lockstep_router.faces.record import Record
 from lockstep_router.faces.websocket import messages
 from lockstep_router.faces.websocket.handshake import PATH
 from lockstep_router.faces.websocket.messages import Cancel, Generate, Ping, Resume, client_message, id_of
-from lockstep_router.faces.websocket.socket import RESTART, Message, Socket, SocketClosedError
+from lockstep_router.faces.websocket.socket import DEFECT, RESTART, Message, Socket, SocketClosedError
 from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.generation.style import Style
 from lockstep_router.resumption import After, IdempotencyKey, Reading
@@ -97,6 +97,13 @@ class Session:
                     await self._serve(message)
                 del message  # a request keeps what it needs of it
                 await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self._socket.close(RESTART, "the router is shutting down")
+            raise
+        except Exception:
+            logger.exception("session failed")
+            # Nobody would take what the client sends from now on.
+            self._socket.close(DEFECT, "something went wrong in the router")
         finally:
             self._socket.drop_messages()
             requests = [request.task for request in self._requests.values() if request.task is not None]

@@ -42,6 +42,7 @@ RESTART = CloseCode.SERVICE_RESTART
 TRY_AGAIN = CloseCode.TRY_AGAIN_LATER
 POLICY = CloseCode.POLICY_VIOLATION
 GOING_AWAY = CloseCode.GOING_AWAY
+DEFECT = CloseCode.INTERNAL_ERROR
 
 
 class SocketClosedError(Exception):
