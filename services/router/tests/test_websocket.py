@@ -174,17 +174,24 @@ async def test_messages_are_bounded_in_time(make_cluster):
 
 async def test_silent_client_is_pinged_and_cut_off(make_cluster):
     cluster = await make_cluster(1, keepalive_interval_s=0.1, websocket_pong_timeout_s=0.2)
-    async with cluster.over_http() as client:
-        async with connection(client, HANDSHAKE + b"\r\n") as (reader, _):
-            await reader.readuntil(b"\r\n\r\n")
-            async with asyncio.timeout(30):
-                assert (await reader.readexactly(1)) == b"\x89"
-                with contextlib.suppress(ConnectionError):
-                    await reader.read()
-        async with socket_of(client) as socket:  # answers pings
-            await asyncio.sleep(0.5)
-            await socket.generate("a")
-            assert (await socket.answer("a"))[-1]["type"] == "done"
+    async with cluster.over_http() as client, connection(client, HANDSHAKE + b"\r\n") as (reader, _):
+        await reader.readuntil(b"\r\n\r\n")
+        async with asyncio.timeout(30):
+            assert (await reader.readexactly(1)) == b"\x89"
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+
+
+async def test_client_that_answers_pings_is_pinged_again(make_cluster):
+    """While a ping has no answer no other is sent, and the time until the client is cut off runs."""
+    cluster = await make_cluster(1, keepalive_interval_s=0.1, websocket_pong_timeout_s=3600)
+    async with cluster.over_http() as client, connection(client, HANDSHAKE + b"\r\n") as (reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        async with asyncio.timeout(30):
+            for _ in range(3):
+                ping = await reader.readexactly(2 + 4)
+                assert ping[:2] == b"\x89\x04"
+                writer.write(masked(ping[2:], opcode=10))
 
 
 async def test_idle_socket_is_closed_and_a_busy_one_is_not(make_cluster):
