@@ -13,7 +13,12 @@ import grpc
 import pytest
 from backends import PATIENCE_S
 from lockstep_api.v1 import state_pb2_grpc
+from lockstep_common.grpc_decoding import decoding
+from lockstep_state.backend import Backend
 from lockstep_state.server import run
+from lockstep_state.services.calls import Running
+from lockstep_state.services.encoded import encoding
+from lockstep_state.services.journal import Journal
 from lockstep_state.settings import StateSettings
 
 PATIENT = {"store_timeout_s": 10.0, "store_batch_timeout_s": 20.0, "call_timeout_s": PATIENCE_S}
@@ -59,6 +64,21 @@ async def served(directory: Path, **settings: Any) -> AsyncIterator[Client]:
     async with serving(used), dial(used.listen) as channel:
         await asyncio.wait_for(channel.channel_ready(), PATIENCE_S)
         yield Client(channel)
+
+
+@contextlib.asynccontextmanager
+async def served_by(directory: Path, backend: Backend) -> AsyncIterator[Client]:
+    """A client of journals that are kept by this backend."""
+    settings = make_settings(directory)
+    server = grpc.aio.server(interceptors=[decoding("/lockstep.v1."), encoding("/lockstep.v1.")])
+    state_pb2_grpc.add_JournalServicer_to_server(Journal(backend, settings, Running(8)), server)
+    server.add_insecure_port(settings.listen)
+    await server.start()
+    try:
+        async with dial(settings.listen) as channel:
+            yield Client(channel)
+    finally:
+        await server.stop(None)
 
 
 def dial(address: str) -> grpc.aio.Channel:

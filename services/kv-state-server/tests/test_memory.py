@@ -3,10 +3,9 @@
 import tracemalloc
 from contextlib import suppress
 
-import grpc
 import pytest
 from backends import TTL_S
-from lockstep_api.v1 import state_pb2, state_pb2_grpc
+from lockstep_api.v1 import state_pb2
 from lockstep_api.v1.state_pb2 import (
     WRITE_OUTCOME_FULL,
     WRITE_OUTCOME_OK,
@@ -14,16 +13,13 @@ from lockstep_api.v1.state_pb2 import (
     WRITE_OUTCOME_UNKNOWN,
 )
 from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_common.grpc_decoding import decoding
 from lockstep_common.telemetry import REGISTRY
 from lockstep_state.backend import Binding, Block, Limits, Opening, Take, Write
 from lockstep_state.memory import MemoryBackend
 from lockstep_state.memory.journals import MAX_TOMBSTONES
 from lockstep_state.memory.names import CLAIMED_S
 from lockstep_state.memory.shelf import ENTRY_BYTES
-from lockstep_state.services.calls import Running
-from lockstep_state.services.journal import Journal
-from state_serving import dial, make_settings
+from state_serving import make_settings, served_by
 
 LIMITS = Limits(stream_bytes=1 << 20, tenant_bytes=1 << 30, tenant_streams=1000, tenant_block_bytes=1 << 30)
 
@@ -145,6 +141,21 @@ async def test_lease_without_room_is_refused_as_full_and_not_as_held():
     assert (await backend.acquire("lease", "a", TTL_S))[0]
 
 
+async def test_lease_that_is_there_needs_no_room():
+    backend = MemoryBackend(1 << 20, LIMITS)
+    _, first = await backend.acquire("lease", "a", TTL_S)
+    size = (1 << 20) - 1200
+    (result,) = await backend.append([Write("t", "s", 1, TTL_S, Opening(bytes(size), 1, "r"))])
+    assert result.outcome == 1
+    with pytest.raises(LockstepError):
+        await backend.acquire("other", "a", TTL_S)
+    done, second = await backend.acquire("lease", "a", TTL_S)
+    assert done
+    assert second.epoch > first.epoch
+    assert (await backend.release("lease", "a", second.epoch))[0]
+    assert (await backend.acquire("lease", "b", TTL_S))[0]
+
+
 async def fill_with_running(backend, prefix):
     """Streams that run, until there is no room for more."""
     outcome, count = WRITE_OUTCOME_OK, 0
@@ -240,28 +251,20 @@ async def test_names_of_requests_leave_nothing():
 
 async def test_claim_of_a_stream_that_runs_is_kept_over_grpc(tmp_path):
     now = 0.0
-    settings = make_settings(tmp_path)
-    backend = MemoryBackend(1 << 20, settings.limits, clock=lambda: now)
-    server = grpc.aio.server(interceptors=[decoding("/lockstep.v1.")])
-    state_pb2_grpc.add_JournalServicer_to_server(Journal(backend, settings, Running(8)), server)
-    server.add_insecure_port(settings.listen)
-    await server.start()
-    try:
-        async with dial(settings.listen) as channel:
-            journal = state_pb2_grpc.JournalStub(channel)
-            for request in ("runs", "idle"):
-                claim = state_pb2.ClaimRequest(tenant="t", key=f"key of {request}", request_id=request)
-                assert (await journal.Claim(claim)).granted
-            record = state_pb2.StreamRecord(schema=1, choices=[{}], prompts=[{}])
-            write = state_pb2.StreamWrite(tenant="t", stream_id="runs", epoch=1, record=record, owner="router")
-            assert (await journal.Append(state_pb2.AppendRequest(writes=[write]))).results[0].outcome == 1
-            now = CLAIMED_S
-            backend.expire()
-            await fill_with_running(backend, "filling")
-            for number in range(20):  # no stream fits, but sessions may
-                with suppress(LockstepError):
-                    await backend.bind("t", f"session-{number}", Binding(b"worker"), TTL_S, None)
-            lookups = [state_pb2.LookUpClaimRequest(tenant="t", key=f"key of {each}") for each in ("runs", "idle")]
-            assert [(await journal.LookUpClaim(each)).request_id for each in lookups] == ["runs", ""]
-    finally:
-        await server.stop(None)
+    backend = MemoryBackend(1 << 20, make_settings(tmp_path).limits, clock=lambda: now)
+    async with served_by(tmp_path, backend) as client:
+        journal = client.journal
+        for request in ("runs", "idle"):
+            claim = state_pb2.ClaimRequest(tenant="t", key=f"key of {request}", request_id=request)
+            assert (await journal.Claim(claim)).granted
+        record = state_pb2.StreamRecord(schema=1, choices=[{}], prompts=[{}])
+        write = state_pb2.StreamWrite(tenant="t", stream_id="runs", epoch=1, record=record, owner="router")
+        assert (await journal.Append(state_pb2.AppendRequest(writes=[write]))).results[0].outcome == 1
+        now = CLAIMED_S
+        backend.expire()
+        await fill_with_running(backend, "filling")
+        for number in range(20):  # no stream fits, but sessions may
+            with suppress(LockstepError):
+                await backend.bind("t", f"session-{number}", Binding(b"worker"), TTL_S, None)
+        lookups = [state_pb2.LookUpClaimRequest(tenant="t", key=f"key of {each}") for each in ("runs", "idle")]
+        assert [(await journal.LookUpClaim(each)).request_id for each in lookups] == ["runs", ""]

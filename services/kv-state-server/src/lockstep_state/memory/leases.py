@@ -50,7 +50,7 @@ class Leases:
         now = self.look_up(key)
         if now.owner not in ("", owner):
             return False, now
-        if not self._room.make(ENTRY_BYTES):
+        if key not in self.shelf and not self._room.make(ENTRY_BYTES):
             raise full()
         self._set(key, owner, max(now.epoch + 1, self._wall_ms()), ttl_s)
         return True, self.look_up(key)
