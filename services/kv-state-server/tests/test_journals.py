@@ -54,6 +54,7 @@ async def test_what_is_left_of_a_timeout_grows_less(kept):
     for left_s in (500.0, 900.0):  # a repeat does not begin it again
         assert (await kept.append(opening=Opening(b"record", 1, "router-1", left_s))).outcome == OK
     first = (await kept.backend.read(kept.key())).left_s
+    assert 0 < (await kept.backend.head(kept.key())).left_s <= first
     await asyncio.sleep(0.01)
     taken = await kept.backend.read(kept.key(), Take("router-2", TTL_S))
     assert 0 < taken.left_s < first <= 500.0
@@ -61,6 +62,7 @@ async def test_what_is_left_of_a_timeout_grows_less(kept):
     assert (await kept.backend.read(kept.key("over"))).left_s == 0
     await kept.append("none", opening=Opening(b"record", 1, "router-1"))
     assert (await kept.backend.read(kept.key("none"))).left_s is None
+    assert (await kept.backend.head(kept.key("none"))).left_s is None
 
 
 class CountingValues(Values):

@@ -92,11 +92,11 @@ class Journals:
 
     async def head(self, key: str) -> StoredStream | None:
         """A stream with empty logs. One that is damaged is read as a whole, and so repaired."""
-        fields = await self._store.one("head", Command(self._keys(key)[:1], ("HGETALL",)), is_batch=True)
-        if not fields:
+        raw = await self._fetch(key, None, is_head=True)
+        if raw is None:
             return None
-        head = self._parse_head(key, fields)
-        return await self.read(key, None) if head is None or _has_lost_seal(head, fields) else head
+        head = self._parse_head(key, raw)
+        return await self.read(key, None) if head is None or _has_lost_seal(head, raw.fields) else head
 
     async def trim(self, tenant: str, keys: Sequence[str], tombstone_ttl_s: float) -> int:
         """Forget streams; those that were taken leave tombstones."""
@@ -172,21 +172,22 @@ class Journals:
                 return answer
         return [_UNAVAILABLE, 0, 0, 0, 0, 0]
 
-    async def _fetch(self, key: str, take: Take | None) -> _Raw | None:
-        arguments: tuple[bytes, int] = (b"", 0)
+    async def _fetch(self, key: str, take: Take | None, *, is_head: bool = False) -> _Raw | None:
+        owner, ttl_ms = b"", 0
         if take is not None:
             owner = self._values.write(f"{self._place(key)}:o", take.owner.encode())
-            arguments = owner, int(take.ttl_s * 1000)
-        answer = await self._store.one("read", Command(self._keys(key), arguments, scripts.READ), is_batch=True)
+            ttl_ms = int(take.ttl_s * 1000)
+        command = Command(self._keys(key), (owner, ttl_ms, int(is_head)), scripts.READ)
+        answer = await self._store.one("head" if is_head else "read", command, is_batch=True)
         if isinstance(answer, int):
             metrics.DAMAGED.inc(answer)
             return None
         pairs, pieces, left_ms = answer
         return _Raw(dict(zip(pairs[::2], pairs[1::2], strict=True)), pieces, left_ms)
 
-    def _parse_head(self, key: str, fields: dict[bytes, bytes]) -> StoredStream | None:
+    def _parse_head(self, key: str, raw: _Raw) -> StoredStream | None:
         """A stream whose logs are still empty; None if it is damaged. A damaged seal is none."""
-        place = self._place(key)
+        place, fields = self._place(key), raw.fields
         plain = self._values.read(f"{place}:r", fields.get(b"r", b""))
         count = 0 if plain is None else int.from_bytes(plain[:_COUNT_BYTES], "big")
         epoch = _number(fields.get(b"e"))
@@ -194,15 +195,14 @@ class Journals:
             return None
         seal = None if b"s" not in fields else self._values.read(f"{place}:s", fields[b"s"])
         owner = self._values.read(f"{place}:o", fields.get(b"o", b"")) or b""
-        return StoredStream(plain[_COUNT_BYTES:], [Log() for _ in range(count)], seal, epoch, owner.decode())
+        left_s = None if raw.left_ms < 0 else raw.left_ms / 1000
+        return StoredStream(plain[_COUNT_BYTES:], [Log() for _ in range(count)], seal, epoch, owner.decode(), left_s)
 
     async def _parse(self, key: str, raw: _Raw) -> StoredStream | None:
-        head = self._parse_head(key, raw.fields)
+        head = self._parse_head(key, raw)
         if head is None:
             await self._repair(key, raw, -1, (), keeps_seal=False)
             return None
-        if raw.left_ms >= 0:
-            head = replace(head, left_s=raw.left_ms / 1000)
         place, logs, keep, pieces, size = self._place(key), head.logs, 0, 0, 0
         # The stream may change meanwhile. Tokens that were seen stay the same, and a repair finds out by itself.
         for value in raw.pieces:
