@@ -9,6 +9,8 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +24,7 @@ from lockstep_engine.group import RankGroup
 from lockstep_engine.group_lifecycle import GroupLifecycle
 from lockstep_engine.group_settings import RUN_ZYGOTE, GroupSettings
 from lockstep_engine.plan import Plan
+from lockstep_engine.rank_output import RankOutput
 from specs import rank_spec
 
 SCRIPT = Path(__file__).with_name("scripted_zygote.py")
@@ -170,8 +173,9 @@ async def test_a_start_that_takes_too_long_says_what_was_waited_for(monkeypatch,
         await asyncio.gather(started, return_exceptions=True)
 
 
-async def test_ranks_of_a_zygote_that_has_died_are_waited_for(group_of, tmp_path):
-    """Their memory is not free before they have ended, and nobody else knows when that is."""
+@pytest.fixture
+async def orphans(group_of, tmp_path):
+    """A group whose zygote has died, and the processes of its ranks, which have not."""
     script = tmp_path / "zygote.py"
     script.write_text(
         f"import os, subprocess, sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport answering_zygote\n"
@@ -187,10 +191,49 @@ async def test_ranks_of_a_zygote_that_has_died_are_waited_for(group_of, tmp_path
             zygote.kill()
             while zygote.status() != psutil.STATUS_ZOMBIE:
                 await asyncio.sleep(0.01)
-            await ranks.kill()
-            assert not [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        yield ranks, processes
     finally:
         await ranks.stop()
+
+
+def running(processes):
+    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_ranks_of_a_zygote_that_has_died_are_waited_for(orphans):
+    """Their memory is not free before they have ended, and nobody else knows when that is."""
+    ranks, processes = orphans
+    async with asyncio.timeout(WAIT_S):
+        await ranks.kill()
+    assert not running(processes)
+
+
+async def test_a_wait_for_ranks_that_is_cancelled_leaves_no_thread(orphans, monkeypatch):
+    """The end of the process would wait for it. Whoever kills the ranks again waits for them again."""
+    ranks, processes = orphans
+    waiting, begun = [], threading.Event()
+
+    def wait_in_vain(output, until):
+        waiting.append(output)
+        begun.set()
+        time.sleep(max(0.0, until - time.monotonic()))
+        waiting.remove(output)
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RankOutput, "end", wait_in_vain)
+        killing = asyncio.create_task(ranks.kill())
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        killing.cancel()
+        await asyncio.gather(killing, return_exceptions=True)
+        assert not waiting
+        await asyncio.sleep(0.3)
+        assert not waiting
+    assert running(processes)
+    async with asyncio.timeout(WAIT_S):
+        await ranks.stop()
+    assert not running(processes)
 
 
 async def test_a_rank_that_dies_before_all_have_loaded_is_named(group_of, tmp_path):

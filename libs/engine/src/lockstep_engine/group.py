@@ -291,19 +291,26 @@ class RankGroup:
         self._controls.append(ours)
 
     async def kill(self) -> None:
-        """SIGKILL all ranks and wait until they have ended, so that their memory is free."""
+        """SIGKILL all ranks and wait until they have ended, so that their memory is free. If this is cancelled, the
+        next call waits for them.
+        """
         self._stop_listening()
         for process in self.ranks:
             process.state = "dead"
+        is_cancelled = False
         try:
             exits = await self._zygote.reap()
             if exits is not None:
                 self.exits = exits
             elif self._output is not None:  # the zygote has died, and its ranks may be about to
-                await self._loop.run_in_executor(None, self._output.end_ranks, _END_TIMEOUT_S)
+                await self._output.end_ranks(_END_TIMEOUT_S)
+        except asyncio.CancelledError:
+            is_cancelled = True
+            raise
         finally:
-            output, self._output = self._output, None
-            if output is not None:
+            output = self._output
+            if output is not None and not is_cancelled:
+                self._output = None
                 output.close()
 
     def _stop_listening(self) -> None:

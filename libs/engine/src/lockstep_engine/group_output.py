@@ -6,6 +6,7 @@ It passes their stderr on to the log, a bounded number of lines, and asks them f
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Sequence
 
@@ -21,6 +22,8 @@ _MAX_STDERR_TAIL_CHARS = 4_000
 """Of a rank's stderr, in the line that says that it failed."""
 _MAX_CHUNK_CHARS = 12_000
 """Of a rank's stderr in one line, which `telemetry.recent_lines` keeps whole, also with its quotes escaped."""
+_END_SLICE_S = 0.1
+"""How often a thread that waits for the end of ranks looks whether it is still to."""
 _FLOOD_PAUSE_S = 0.5
 """A rank that writes more than it may is not read for so long: its pipe drops what does not fit."""
 
@@ -112,11 +115,25 @@ class GroupOutput:
             "rank failed", extra=self._named(rank) | {"reason": reason} | ({"stderr": stderr} if stderr else {})
         )
 
-    def end_ranks(self, timeout_s: float) -> None:
-        """Kill all ranks and wait until they have ended. The caller makes sure that `close` is not called meanwhile."""
-        until = time.monotonic() + timeout_s
+    async def end_ranks(self, timeout_s: float) -> None:
+        """Kill all ranks and wait until they have ended, in a thread, so that the loop goes on. A cancel ends the wait.
+        The caller does not call `close` meanwhile.
+        """
+        is_over = threading.Event()
+        ending = self._loop.run_in_executor(None, self._end_ranks, time.monotonic() + timeout_s, is_over)
+        try:
+            await asyncio.shield(ending)
+        finally:
+            is_over.set()
+            await asyncio.wait((ending,))  # it uses what is closed next
+
+    def _end_ranks(self, until: float, is_over: threading.Event) -> None:
         for output in self.outputs:
-            output.end(until)
+            output.end(time.monotonic())  # all are killed before one is waited for
+        for output in self.outputs:
+            while time.monotonic() < until and not is_over.is_set():
+                if output.end(min(until, time.monotonic() + _END_SLICE_S)):
+                    break
 
     def close(self) -> None:
         """The ranks have ended: pass on the last lines and close everything."""

@@ -171,14 +171,14 @@ class RankOutput:
                 with contextlib.suppress(OSError):  # it has ended
                     signal.pidfd_send_signal(self._pidfd, number)
 
-    def end(self, until: float) -> None:
-        """Kill the process, if it runs, and wait until it has ended, or until a monotonic time."""
+    def end(self, until: float) -> bool:
+        """Kill the process, if it runs, and wait until it has ended, or until a monotonic time; whether it has."""
         if self._pidfd is None:
-            return
+            return True
         self._send(signal.SIGKILL)
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
-        poll.poll(1000 * max(0.0, until - time.monotonic()))
+        return bool(poll.poll(1000 * max(0.0, until - time.monotonic())))
 
     def stack(self, until: float) -> str:
         """What the rank has written since `ask_stack`: waits until it is complete, or until a monotonic time."""
