@@ -90,6 +90,13 @@ class Load:
             assert time.monotonic() < began + 2 * PATIENCE_S, "the clients stand still"
             await asyncio.sleep(0.02)
 
+    async def fails(self, began):
+        """Wait until a call has failed that began since then. Unlike a state of health, no pause hides it."""
+        end = time.monotonic() + PATIENCE_S
+        while not set(self.statuses(began)) - {"OK"}:
+            assert time.monotonic() < end, "no call has failed"
+            await asyncio.sleep(0.01)
+
     async def serves(self, expected):
         """Wait until the health service says whether the store can be used."""
         stub = health_pb2_grpc.HealthStub(self.client.channel)

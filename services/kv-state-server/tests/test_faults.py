@@ -211,7 +211,7 @@ async def test_sentinels_fail_over_and_it_goes_on_with_the_new_master(tmp_path, 
             sentinels.freeze_sentinel(0)  # two of three are enough
             began = time.monotonic()
             sentinels.master.kill() if fault == "killed" else sentinels.master.freeze()
-            await load.serves(NOT_SERVING)
+            await load.fails(began)
             await load.works(within_s=2 * PATIENCE_S)
             print(f"{fault}: works after {time.monotonic() - began:.1f} s; {spread(load.since(began))}")
             sentinels.master.start() if fault == "killed" else sentinels.master.thaw()

@@ -35,11 +35,21 @@ async def test_session_is_bound_moved_and_expired(client):
 
 
 async def test_touched_session_outlives_its_time(client):
-    await bind(client, "w1", ttl_s=3)
-    await bind(client, "w1", ttl_s=0.1, session="short")
     touch = state_pb2.TouchSessionRequest(tenant=client.tenant, session="session", ttl_s=600)
-    assert (await client.sessions.Touch(touch)).worker_id == "w1"
-    await asyncio.sleep(3.2)
+
+    async def is_touched():
+        """A busy machine may take so long that the session has expired in between."""
+        await bind(client, "w1", ttl_s=0.4)
+        return (await client.sessions.Touch(touch)).worker_id == "w1"
+
+    await eventually(is_touched)
+    await bind(client, "w1", ttl_s=0.4, session="short")
+    look_up = state_pb2.LookUpSessionRequest(tenant=client.tenant, session="short")
+
+    async def is_gone():
+        return (await client.sessions.LookUp(look_up)).worker_id == ""
+
+    await eventually(is_gone)
     assert await worker_of(client) == "w1"
     touch.session = "short"
     assert (await client.sessions.Touch(touch)).worker_id == ""
