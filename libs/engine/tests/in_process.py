@@ -45,7 +45,7 @@ class InProcessGroup:
         self._shards = shards
         self.tp, self._blocks, self._compressed_layers = tp, blocks, compressed_layers
         self._dtype, self._hot_window = dtype, hot_window
-        self._info = inspect_model(EngineConfig(model=str(path), tp=tp, max_context=max_context))
+        self._info = inspect_model(EngineConfig(model=str(path), tp=tp, max_context=max_context, kv_compression="none"))
         groups: list[Collectives] = [Alone()]
         if tp > 1:
             fd = Mailbox.create(segment_bytes(tp, _CAPACITY), "test")

@@ -35,23 +35,25 @@ def prompt_score(tokens):
     return -float(next_token(tokens, 0.5))
 
 
-def expected_ids(prompt, count, *, seed=0, emitted=()):
-    """The output of a request that nothing ends before `count` tokens."""
+def expected_ids(prompt, count, *, seed=0, emitted=(), window=None):
+    """The output of a request that nothing ends before `count` tokens, by a model that sees a window of tokens."""
     context = [*prompt, *emitted]
     for position in range(len(emitted), count):
-        context.append(next_token(context, uniform(seed, position)))
+        seen = context if window is None else context[-window.tokens :]
+        context.append(next_token(seen, uniform(seed, position)))
     return context[len(prompt) :]
 
 
 class ScriptedRanks:
     """Executes plans, and checks the rules that every plan must follow."""
 
-    def __init__(self, sizes, hot_window, max_batch_tokens, max_scores, *, mean_pooling=False):
+    def __init__(self, sizes, hot_window, max_batch_tokens, max_scores, *, mean_pooling=False, window=None):
         # Ids of cold blocks follow those of hot ones, with one between them.
         self._cache = np.full((sizes.hot + 1 + sizes.cold, BLOCK_SIZE), _NEVER, dtype=np.int64)
         self._first_cold = sizes.hot + 1
         self.host = HostSlots(sizes.host, self._first_cold)
         self._hot_window = hot_window
+        self._window = window
         self.compressed = []
         """The texts of the blocks that were made cold."""
         self._budget = max_batch_tokens
@@ -85,7 +87,13 @@ class ScriptedRanks:
         assert len(set(rows.tolist())) == len(rows)
         hot_tables = tables if plan.hot_tables is None else plan.hot_tables
         used = -(-(starts + lengths) // BLOCK_SIZE)
-        assert ((tables >= 0) == (np.arange(tables.shape[1]) < used[:, None])).all()
+        columns = np.arange(tables.shape[1])
+        seen = np.array([self._first_seen(start) for start in starts.tolist()])
+        assert ((tables >= 0) <= (columns < used[:, None])).all()
+        assert ((tables >= 0) >= ((columns < used[:, None]) & (columns >= seen[:, None]))).all()
+        # What was dropped when a sequence entered its block.
+        gone = np.array([self._first_seen(start // BLOCK_SIZE * BLOCK_SIZE) for start in starts.tolist()])
+        assert (tables[columns < gone[:, None]] == -1).all()
         self.started += len(plan.added)
         for entry in plan.added:
             (self._names[entry.sampling_row],) = entry.logit_bias
@@ -173,10 +181,10 @@ class ScriptedRanks:
         for start, length, table, hot_table in zip(starts.tolist(), lengths.tolist(), tables, hot_tables, strict=True):
             last = (start + length - 1) // BLOCK_SIZE
             for query_block in range(start // BLOCK_SIZE, last + 1):
-                seen = np.arange(query_block + 1)
+                seen = np.arange(self._first_seen(max(start, query_block * BLOCK_SIZE)), query_block + 1)
                 cold = np.zeros(len(seen), dtype=bool)
                 if self._hot_window is not None:
-                    cold[self._hot_window.sink : self._hot_window.first_hot(query_block)] = True
+                    cold = (seen >= self._hot_window.sink) & (seen < self._hot_window.first_hot(query_block))
                 ids, last_ids = np.where(cold, table[seen], hot_table[seen]), table[seen]
                 assert ((ids >= self._first_cold) == cold).all(), "a block in the wrong version"
                 assert (self._cache[ids] == self._cache[last_ids]).all(), "two versions, two texts"
@@ -198,11 +206,17 @@ class ScriptedRanks:
                 offset += 1
 
     def _read(self, table, length):
-        blocks = table[: -(-length // BLOCK_SIZE)]
+        first = self._first_seen(length - 1)
+        blocks = table[first : -(-length // BLOCK_SIZE)]
         assert blocks.min() >= 0
-        context = self._cache[blocks].reshape(-1)[:length]
+        context = self._cache[blocks].reshape(-1)[: length - first * BLOCK_SIZE]
+        if self._window is not None:
+            context = context[-self._window.tokens :]
         assert (context != _NEVER).all(), "reads a place that was never written"
         return context
+
+    def _first_seen(self, position):
+        return 0 if self._window is None else self._window.first_seen(position)
 
 
 class HostSlots:
@@ -263,6 +277,7 @@ class Server:
             self.limits.max_batch_tokens,
             self.limits.max_seqs,
             mean_pooling=self.limits.mean_pooling,
+            window=self.limits.window,
         )
         self._depth = depth
         self._results = deque()
@@ -359,7 +374,11 @@ class Server:
         """The expected output of an unscripted request that nothing ends early."""
         request = self.requests[number]
         ids = expected_ids(
-            request.prompt_ids, request.sampling.max_tokens, seed=request.sampling.seed, emitted=request.emitted_ids
+            request.prompt_ids,
+            request.sampling.max_tokens,
+            seed=request.sampling.seed,
+            emitted=request.emitted_ids,
+            window=self.limits.window,
         )
         return ids[len(request.emitted_ids) :]
 

@@ -7,7 +7,7 @@ from lockstep_engine.control import RankSpec
 from lockstep_engine.model_config import ModelInfo
 
 
-def model_info(*, context_length=512, vocab_size=100, hidden_size=64):
+def model_info(*, context_length=512, vocab_size=100, hidden_size=64, window=None):
     return ModelInfo(
         path=Path("m"),
         name="m",
@@ -21,10 +21,11 @@ def model_info(*, context_length=512, vocab_size=100, hidden_size=64):
         eos_ids=(),
         created=0,
         weight_files=(),
+        window=window,
     )
 
 
-def rank_spec(*, context_length=512, vocab_size=100, hidden_size=64, **config):
+def rank_spec(*, context_length=512, vocab_size=100, hidden_size=64, window=None, **config):
     """Of rank 0; `config`: fields of `EngineConfig`."""
-    info = model_info(context_length=context_length, vocab_size=vocab_size, hidden_size=hidden_size)
+    info = model_info(context_length=context_length, vocab_size=vocab_size, hidden_size=hidden_size, window=window)
     return RankSpec(rank=0, epoch=0, config=EngineConfig(model="m", **config), model=info, threads=1)

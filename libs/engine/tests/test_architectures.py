@@ -6,6 +6,8 @@ docs/architectures.md is made from what is tested here: `python libs/engine/test
 import inspect
 import json
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,12 +15,21 @@ import torch
 import transformers
 from architecture_table import PAGE, page
 from checkpoints import CASES, VOCABULARY, make
+from handmade import safetensors_bytes
 from in_process import InProcessGroup
 from lockstep_common.errors import LockstepError
 from lockstep_engine import Engine, SamplingParams
 from lockstep_engine.architectures import ARCHITECTURES
+from lockstep_engine.attention import StepLayout
+from lockstep_engine.attention_choice import step_attention
+from lockstep_engine.config import EngineConfig, SlidingWindow
+from lockstep_engine.distributed import Alone
+from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.model_config import inspect_model
+from lockstep_engine.models import build_model
 from lockstep_engine.plan import RowSampling
 from lockstep_engine.sampling import Sampler
+from lockstep_engine.weights import load_weights
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -204,6 +215,39 @@ def test_every_architecture_that_can_have_a_sliding_window_has_a_case_with_one()
     masked = {model_type for model_type in ARCHITECTURES if "create_sliding_window_causal_mask" in source(model_type)}
     assert len(masked) > 20
     assert masked == {case.model_type for case in CASES.values() if case.tps and has_window(case)} & masked
+
+
+WINDOWED = {"mistral", "mixtral-window", "phi3-window", "phimoe-window", "qwen3_moe-window", "starcoder2"}
+"""Cases with a window in every layer: the tests of logits show that no layer sees more, which a rank refuses."""
+
+
+def test_the_window_of_every_layer_is_known_without_the_models_code(tmp_path):
+    windows = {}
+    for name, case in CASES.items():
+        names = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[case.model_type]]
+        path = tmp_path / name
+        AutoConfig.for_model(case.model_type, **case.settings, architectures=names).save_pretrained(path)
+        (path / "model.safetensors").write_bytes(safetensors_bytes())
+        windows[name] = inspect_model(EngineConfig(model=str(path), kv_compression="none")).window
+    assert {name for name, window in windows.items() if window is not None} == WINDOWED
+    assert {windows[name] for name in WINDOWED} == {SlidingWindow(37)}
+
+
+@pytest.mark.parametrize("name", ["mistral", "phi3-window", "phimoe-window"])
+def test_a_layer_that_sees_more_than_is_kept_is_refused(name, tmp_path):
+    path, _ = make(name, tmp_path)
+    info = inspect_model(EngineConfig(model=str(path)))
+    ids, layout = (
+        torch.arange(2, 40),
+        StepLayout(np.zeros(1, np.int32), np.array([38], np.int32), np.array([[0, 1, 2]])),
+    )
+    for tokens, is_refused in ((37, False), (36, True)):
+        with pytest.raises(LockstepError, match="sees 37") if is_refused else nullcontext(), torch.inference_mode():
+            model = build_model(replace(info, window=SlidingWindow(tokens)), Alone(), torch.float32)
+            load_weights(model.module, info, torch.device("cpu"))
+            geometry = {"layers": model.layers, "kv_heads": model.kv_heads, "head_dim": model.head_dim}
+            cache = KvCache(**geometry, blocks=3, dtype=torch.float32, device=torch.device("cpu"))
+            model.logits(ids, step_attention(cache, layout, deterministic=True), torch.tensor([37]))
 
 
 def source(model_type):

@@ -76,6 +76,16 @@ class TestAgreement:
             texts.attend(kind, steps, hot_window=LAZY, **options), dense(texts, hot_window=LAZY, **options)
         )
 
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("hot_window", [None, *HOT_WINDOWS], ids=str)
+    def test_what_lies_before_the_window_is_not_read(self, kind, hot_window):
+        texts = Texts([20, 170, 133], seed=4, scale=1.5)
+        for seed, window in ((1, 66), (2, 75), (3, 100)):
+            options = {"hot_window": hot_window, "window": window}
+            steps = texts.in_random_chunks(seed)
+            kept, dropped = (texts.attend(kind, steps, drops=each, **options) for each in (False, True))
+            assert_same_bits(kept, dropped)
+
     @pytest.mark.parametrize("seed", range(12))
     def test_random_shapes_and_steps(self, seed):
         chooser = np.random.default_rng(seed)

@@ -50,6 +50,25 @@ def test_any_steps_give_the_same_bits(options, monkeypatch):
             assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("kind", [exact, TritonAttention], ids=["exact", "fast"])
+@pytest.mark.parametrize(
+    "hot_window",
+    [
+        fast_if(True, None),
+        fast_if(True, HotWindow(1, 1)),
+        fast_if(False, HotWindow(0, 0)),
+        fast_if(False, HotWindow(2, 2)),
+    ],
+    ids=str,
+)
+def test_what_lies_before_the_window_is_not_read(kind, hot_window, monkeypatch):
+    monkeypatch.setattr(triton_attention, "splits_for", lambda *_: 2)
+    texts = Texts([20, 130], kv_heads=1, seed=4)
+    steps, options = texts.in_random_chunks(5), {"hot_window": hot_window, "window": 50}
+    kept, dropped = (texts.attend(kind, steps, drops=each, **options) for each in (False, True))
+    assert all(torch.equal(*each) for each in zip(kept, dropped, strict=True))
+
+
 @pytest.mark.usefixtures("ordered_products")
 @pytest.mark.slow
 def test_token_by_token_gives_the_bits_of_a_chunk(ordered_products, monkeypatch):

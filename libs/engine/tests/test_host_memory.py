@@ -44,7 +44,9 @@ TEXT = 150
 class Ranks:
     """An engine of `tp` ranks in threads of this process, each with its cache and its host memory."""
 
-    def __init__(self, path, tp, dtype, *, hot_window=None, compressed_layers=None, host_bytes=2**20, shards=1):
+    def __init__(
+        self, path, tp, dtype, *, hot_window=None, compressed_layers=None, host_bytes=2**20, shards=1, window=None
+    ):
         kept = {"hot_window": hot_window, "blocks": BLOCKS, "compressed_layers": compressed_layers}
         self.group = InProcessGroup(path, tp, dtype=dtype, shards=shards, **kept)
         model = self.group.models[0]
@@ -56,7 +58,7 @@ class Ranks:
         config = EngineConfig(model="m", host_cache_bytes=host_bytes)
         host = host_sizes(config, "cpu", hot_window is not None, *sizes, held_shards(model.total_kv_heads, tp, shards))
         self.memories = [HostMemory(host, cache) for cache in self.group.caches]
-        self.limits = Limits(4, 64, 100, 512, prefix_cache=True, hot_window=hot_window)
+        self.limits = Limits(4, 64, 100, 512, prefix_cache=True, hot_window=hot_window, window=window)
         self.sizes = PoolSizes(BLOCKS, 0 if hot_window is None else BLOCKS, host)
         self.scheduler = Scheduler(self.limits, [], self.sizes)
         self._sampler = Sampler(4, model.vocab_size, torch.device("cpu"))

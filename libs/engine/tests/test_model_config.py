@@ -7,7 +7,7 @@ import pickle
 import pytest
 from handmade import safetensors_bytes, write_model
 from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_engine.config import EngineConfig
+from lockstep_engine.config import EngineConfig, SlidingWindow
 from lockstep_engine.model_config import inspect_model
 
 
@@ -53,6 +53,51 @@ class TestContents:
     @pytest.mark.parametrize(("limit", "expected"), [(None, 128), (64, 64), (1000, 128)])
     def test_the_context_is_the_smaller_of_the_models_and_the_users(self, tmp_path, limit, expected):
         assert inspect(write_model(tmp_path), max_context=limit).context_length == expected
+
+    @pytest.mark.parametrize(
+        ("model_type", "changes", "expected"),
+        [
+            ("mistral", {}, 80),
+            ("mistral", {"sliding_window": None}, None),
+            ("mistral", {"sliding_window": 127}, 127),
+            ("mistral", {"sliding_window": 128}, None),  # the whole context
+            ("mistral", {"layer_types": ["sliding_attention"] * 2}, 80),
+            ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, None),
+            ("phi3", {"sliding_window": 0}, None),
+            ("phi3", {"sliding_window": "80"}, None),
+            ("llama", {}, None),  # has none, whatever the field says
+            ("gemma2", {"layer_types": ["sliding_attention"] * 2}, None),  # not known
+            ("qwen2", {"max_window_layers": 0}, None),
+            ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 80),
+            ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, None),
+            ("qwen2", {"use_sliding_window": True}, None),
+            ("qwen3", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, 80),
+            ("qwen3_moe", {"use_sliding_window": True}, 80),
+            ("qwen3_moe", {}, None),
+        ],
+        ids=short,
+    )
+    def test_the_window_that_every_layer_has(self, tmp_path, model_type, changes, expected):
+        path = write_model(tmp_path, model_type=model_type, **{"sliding_window": 80, **changes})
+        assert inspect(path).window == (None if expected is None else SlidingWindow(expected))
+
+    @pytest.mark.parametrize(
+        ("settings", "is_used"),
+        [
+            ({}, True),
+            ({"kv_compression": "none"}, True),
+            ({"kv_compression": "immediate"}, True),
+            ({"kv_hot_window": 80}, False),
+            ({"kv_hot_window": 128}, False),
+            ({"max_context": 80}, False),
+            ({"max_context": 81}, True),
+        ],
+        ids=str,
+    )
+    def test_a_window_is_used_where_it_saves_blocks(self, tmp_path, settings, is_used):
+        """Those that are compressed lie before the hot window."""
+        path = write_model(tmp_path, model_type="mistral", sliding_window=80)
+        assert (inspect(path, **settings).window == SlidingWindow(80)) == is_used
 
     @pytest.mark.parametrize(
         ("rope", "expected"),

@@ -12,7 +12,7 @@ from checkpoints import make
 from lockstep_common.errors import LockstepError
 from lockstep_engine import AsyncEngine, EngineConfig, Request
 from lockstep_engine.blocks import BlockKey
-from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.config import BLOCK_SIZE, SlidingWindow
 from remote_double import MemoryStore
 from remote_worker import FULL, Worker, first_turn, second_turn
 from test_host_memory import MODEL, MODES, PARAMS, TEXT, Ranks, words
@@ -38,6 +38,33 @@ async def test_a_session_goes_on_at_another_worker_with_the_bits_of_computed_blo
     *computed, cached = Ranks(path, tp, dtype, **mode).run(second_turn(ids))
     assert cached == 0
     assert found == computed
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("further", [9, 30])
+@pytest.mark.parametrize("mode", MODES)
+async def test_of_a_model_with_a_window_the_last_blocks_of_a_session_are_enough(tmp_path, mode, further):
+    """The second turn's own window reaches back to the end of the first one, whose window lies before it."""
+    path, store, mode = make("mistral", tmp_path)[0], MemoryStore(), {**MODES[mode], "window": SlidingWindow(37)}
+    turn = [*words(0), *await first_turn(path, store, **mode), *words(9, further)]
+    other = Worker(path, store, **mode)
+    *found, cached = await other.ask("second", turn)
+    assert cached == FULL
+    assert other.tier.usage.fetched == FULL // BLOCK_SIZE - SlidingWindow(37).first_seen(FULL)
+    await other.close()
+    *computed, cached = Ranks(path, 1, torch.float32, **mode).run(turn)
+    assert cached == 0
+    assert found == computed
+
+
+async def test_of_a_model_with_a_window_a_text_that_ended_long_before_is_computed(tmp_path):
+    path, store, mode = make("mistral", tmp_path)[0], MemoryStore(), {"window": SlidingWindow(37)}
+    turn = [*words(0), *await first_turn(path, store, **mode), *words(9, 90)]
+    other = Worker(path, store, **mode)
+    *found, cached = await other.ask("second", turn)
+    assert (cached, other.tier.usage.fetched) == (0, 0)
+    await other.close()
+    assert found == list(Ranks(path, 1, torch.float32, **mode).run(turn)[:2])
 
 
 @pytest.mark.parametrize("mode", ["none", "lazy"])

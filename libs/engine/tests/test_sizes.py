@@ -3,7 +3,7 @@
 import pytest
 from lockstep_common.errors import LockstepError
 from lockstep_engine.blocks import PoolSizes
-from lockstep_engine.config import BLOCK_SIZE, HotWindow
+from lockstep_engine.config import BLOCK_SIZE, HotWindow, SlidingWindow
 from lockstep_engine.kernels.tiles import PRODUCT_ROWS
 from lockstep_engine.sizes import canary_tokens, kv_memory_bytes, pool_sizes
 from specs import rank_spec
@@ -59,6 +59,16 @@ class TestPoolSizes:
         sizes = pool_sizes(spec(HotWindow(1, 64), context_length=1104), 200 * HOT, HOT, COLD)
         assert sizes.hot >= 2 * 66
         assert sizes.cold >= 2 * 3
+
+    def test_the_pools_of_a_model_with_a_window_have_room_for_as_many_windows_as_memory_allows(self):
+        """A window of 16 blocks in a context of 128; four of them are hot."""
+        made, memory = spec(window=SlidingWindow(257)), 60 * HOT
+        sizes = pool_sizes(made, memory, HOT, COLD)
+        contexts = memory // (6 * HOT + 13 * COLD)
+        assert contexts == 6
+        assert sizes.hot >= contexts * 6
+        assert sizes.cold >= contexts * 13
+        assert pool_sizes(made, 10**9, HOT, COLD) == pool_sizes(spec(), 10**9, HOT, COLD)
 
     def test_little_memory_still_holds_the_hot_blocks_of_one_sequence(self):
         sizes = pool_sizes(spec(), 8 * HOT, HOT, COLD)

@@ -7,7 +7,7 @@ import torch
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_cpu import CompiledAttention
 from lockstep_engine.attention_torch import TorchAttention
-from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.config import BLOCK_SIZE, SlidingWindow
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.layer_cache import quantize
 from lockstep_engine.scoring import Scoring
@@ -58,13 +58,16 @@ class Texts:
         hot_window=None,
         compressed=(0, LAYER),
         dtype=torch.float32,
+        drops=False,
         **options,
     ):
         """Outputs [length, heads, dim] of each sequence after `steps`, each a list of (sequence, tokens to compute), of
         a model that computes in `dtype`.
 
-        With a hot_window, blocks are compressed when it says so, and what nobody may read any more becomes NaN.
+        With a hot_window, blocks are compressed when it says so, and what nobody may read any more becomes NaN. With
+        `drops`, blocks before the window of the step's first query become NaN, too, and tables have them no more.
         """
+        window = SlidingWindow(options["window"]) if drops else None
         total = sum(len(each) for each in self.blocks)
         cache = KvCache(
             layers=2,
@@ -83,7 +86,7 @@ class Texts:
         done = [0] * len(self.lengths)
         out = [torch.full((each, self.heads, self.dim), math.nan) for each in self.lengths]
         for step in steps:
-            attention = kind(cache, self._layout(step, done, cache))
+            attention = kind(cache, self._layout(step, done, cache, window))
             if poison:
                 self._poison(cache, step, done)
             parts = [
@@ -98,7 +101,7 @@ class Texts:
                 done[sequence] += count
         return out
 
-    def _layout(self, step, done, cache):
+    def _layout(self, step, done, cache, window):
         hot_window = cache.hot_window
         width = max(-(-(done[sequence] + count) // BLOCK_SIZE) for sequence, count in step)
         tables, hot_tables = np.full((2, len(step), width), -1, np.int32)
@@ -119,6 +122,13 @@ class Texts:
             both |= first < last
             for gone in hot[hot_window.sink : before].tolist():
                 cache.keys[:, :, gone] = cache.values[:, :, gone] = math.nan
+        for row, (sequence, _) in enumerate(step if window is not None else ()):
+            dropped = slice(window.first_seen(done[sequence]))
+            tables[row, dropped] = hot_tables[row, dropped] = -1
+            gone = self.blocks[sequence][dropped].tolist()
+            cache.keys[:, :, gone] = cache.values[:, :, gone] = math.nan
+            if hot_window is not None:
+                spoil(cache, self.cold[sequence][dropped].tolist())
         starts = np.array([done[sequence] for sequence, _ in step], np.int32)
         lengths = np.array([count for _, count in step], np.int32)
         return StepLayout(starts, lengths, tables, hot_tables if both else None, moves)
@@ -157,13 +167,13 @@ class Texts:
         return steps
 
 
-def spoil(cache):
+def spoil(cache, blocks=slice(-1)):
     """What earlier owners left in cold blocks: nothing that may be read before it is written."""
     for layer in range(len(cache.keys)):
         cold = cache.layer(layer).cold
         for tensor in () if cold is None else (cold.keys, cold.values, cold.key_scales, cold.value_scales):
             if tensor is not None:
-                tensor[:, :-1] = 0x7F if tensor.dtype is torch.uint8 else math.nan
+                tensor[:, blocks] = 0x7F if tensor.dtype is torch.uint8 else math.nan
 
 
 def dense(texts, *, window=None, soft_cap=None, bias=None, hot_window=None):

@@ -75,6 +75,10 @@ class Architecture:
     window: Literal["module", "config"] | None = None
     """Which has the `sliding_window` of an attention module that gives it to its mask alone: the module or its
     configuration. None: modules give theirs to the attention function."""
+    windowed: Literal["all", "chosen", "later"] | None = None
+    """Which layers have the `sliding_window` of config.json, where `layer_types` does not say it: all; all if
+    `use_sliding_window` is set; then those from `max_window_layers` on. None: not known, or none of them. Only models
+    that have it in every layer give blocks back, so what is not said here costs memory and nothing else."""
     is_limit_scaled: bool = False
     """Whether max_position_embeddings includes what rotary scaling adds to the context."""
     note: str = ""
@@ -150,9 +154,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": _PLAIN,
     "mellum": _PLAIN,
     "minimax_m2": Architecture(split_plan=_HEAD_NORMS, spellings=(_BLOCK_SPARSE,)),
-    "ministral": _PLAIN,
-    "mistral": Architecture(note="sliding window"),
-    "mixtral": Architecture(spellings=(_BLOCK_SPARSE,)),
+    "ministral": Architecture(windowed="all"),
+    "mistral": Architecture(windowed="all", note="sliding window"),
+    "mixtral": Architecture(spellings=(_BLOCK_SPARSE,), windowed="all"),
     "nanochat": _PLAIN,
     "nemotron": _PLAIN,
     "olmo": _PLAIN,
@@ -165,12 +169,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "persimmon": Architecture(split_plan=_FUSED_QKV),
     "phi": _PLAIN,
-    "phi3": Architecture(split_plan={"*.self_attn.qkv_proj": "packed_qkv", **_PACKED_MLP}, reads_config=True),
-    "phimoe": Architecture(spellings=((".mlp.router.", ".block_sparse_moe.gate."), _BLOCK_SPARSE), window="config"),
-    "qwen2": _PLAIN,
+    "phi3": Architecture(
+        split_plan={"*.self_attn.qkv_proj": "packed_qkv", **_PACKED_MLP}, reads_config=True, windowed="all"
+    ),
+    "phimoe": Architecture(
+        spellings=((".mlp.router.", ".block_sparse_moe.gate."), _BLOCK_SPARSE), window="config", windowed="all"
+    ),
+    "qwen2": Architecture(windowed="later"),
     "qwen2_moe": Architecture(window="module"),
-    "qwen3": _PLAIN,
-    "qwen3_moe": _PLAIN,
+    "qwen3": Architecture(windowed="later"),
+    "qwen3_moe": Architecture(windowed="chosen"),
     "seed_oss": _PLAIN,
     "smollm3": _PLAIN,
     "solar_open": _PLAIN,
@@ -180,7 +188,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "*.self_attn.k_layernorm.norms": "kv_heads",
         }
     ),
-    "starcoder2": Architecture(note="sliding window"),
+    "starcoder2": Architecture(windowed="all", note="sliding window"),
     "vaultgemma": _PLAIN,
     "youtu": Architecture(split_plan=_LATENT, attention="latent", note=_MLA),
 }

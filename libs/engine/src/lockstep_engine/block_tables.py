@@ -2,7 +2,8 @@
 
 This module owns both pools and the rows of block ids that plans copy; it decides which hot blocks the ranks compress,
 and in which step. Numbers only. Between plans, a sequence has each of its computed blocks in exactly the version that
-its next query sees.
+its next query sees. Of a model with a window in every layer it has no block that lies wholly before the window at the
+beginning of its last block: it drops them when it enters a block.
 
 Ranks execute plans in order, one after the other, late moves included. Therefore what a plan writes is there for the
 next plan, and a block that is released when a plan is made can be allocated for the next plan, however many plans are
@@ -13,13 +14,14 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from functools import partial
 from itertools import chain, islice, zip_longest
+from typing import NamedTuple
 
 import numpy as np
 from lockstep_common.prefix_keys import compressed_key, key_of, keys_of
 from numpy.typing import NDArray
 
 from lockstep_engine.blocks import BlockKey, BlockPool, Needs, PoolSizes
-from lockstep_engine.config import BLOCK_SIZE, HotWindow
+from lockstep_engine.config import BLOCK_SIZE, HotWindow, SlidingWindow
 from lockstep_engine.host_tier import HostTier
 from lockstep_engine.matches import Hits, Match, Matches
 from lockstep_engine.prefix_log import PrefixChanges, PrefixLog
@@ -28,6 +30,13 @@ from lockstep_engine.shared_slots import SharedSlots
 
 _NONE = -1
 _NO_MOVES = np.empty((0, 2), dtype=np.int32)
+
+
+class Parts(NamedTuple):
+    """The blocks that a query sees, by their indices in its sequence, in each version."""
+
+    hot: Items[int]
+    cold: Items[int]
 
 
 class BlockTables:
@@ -42,6 +51,7 @@ class BlockTables:
             memory beyond which a tenant's blocks are evicted before those of others.
         logs: note which blocks the two pools gain and lose, and the tier.
         shared: slots of host memory that the driver itself uses; None: it uses none.
+        window: what a query sees at all; None: all blocks. It reaches further back than the hot window.
     """
 
     def __init__(
@@ -53,6 +63,7 @@ class BlockTables:
         tenant_share: float = 1.0,
         logs: tuple[PrefixLog, PrefixLog] | None = None,
         shared: SharedSlots | None = None,
+        window: SlidingWindow | None = None,
     ) -> None:
         self._logs = logs or (PrefixLog(), PrefixLog())
         self.sizes = sizes
@@ -66,6 +77,7 @@ class BlockTables:
         self.compressed = 0
         """Blocks that have been compressed since the start."""
         self._hot_window = hot_window
+        self._window = window
         self._first_cold = sizes.hot + 1
         self._rows = np.full((max_seqs, -(-context_length // BLOCK_SIZE)), _NONE, dtype=np.int32)
         self._has_shares = tenant_share < 1
@@ -119,13 +131,17 @@ class BlockTables:
 
     def needs(self, tokens: int) -> Needs:
         """Most blocks that a sequence holds until it has `tokens` tokens. The last token needs no KV."""
-        blocks = -(-tokens // BLOCK_SIZE)
-        if self._hot_window is None:
-            return Needs(blocks, 0)
-        return Needs(
-            min(blocks, self._hot_window.blocks),
-            self._hot_window.first_hot((tokens - 1) // BLOCK_SIZE) - self._hot_window.sink,
-        )
+        hot_window, window = self._hot_window, self._window
+        hot, cold = -(-tokens // BLOCK_SIZE), 0
+        if window is not None:
+            hot = min(hot, window.blocks_before + 1)
+        if hot_window is not None:
+            hot = min(hot, hot_window.blocks)
+            cold = hot_window.first_hot((tokens - 1) // BLOCK_SIZE) - hot_window.sink
+            if window is not None:
+                # One more than a query sees: blocks are dropped after the step in which the next one is compressed.
+                cold = min(cold, window.blocks_before - hot_window.size + 1)
+        return Needs(hot, cold)
 
     def needs_of(self, sequence: Sequence) -> Needs:
         """Most blocks that a sequence holds until all of its tokens have KV. One that generates has one more token
@@ -152,6 +168,8 @@ class BlockTables:
     def match(self, keys: Items[BlockKey]) -> Hits:
         """How many of the blocks with these keys the pools or the tier in host memory hold."""
         hot_window = self._hot_window
+        if self._window is not None:
+            return self._match_window(keys, self._window)
         if hot_window is None:
             found = len(self.hot.match(keys))
             while found < len(keys) and self.has(keys[found], cold=False):
@@ -169,6 +187,30 @@ class BlockTables:
             first = hot_window.first_hot(index + 1)
             if cold_end >= first and hot_run >= index + 1 - first:
                 usable = index + 1
+        return Hits(usable, known)
+
+    def _match_window(self, keys: Items[BlockKey], window: SlidingWindow) -> Hits:
+        """`match` for a model with a window: what lies before the window of the next query may be gone."""
+        hot_window = self._hot_window
+        sink = 0 if hot_window is None else hot_window.sink
+        hot = [self.has(key, cold=False) for key in keys]
+        cold = hot if hot_window is None else [self.has(key, cold=True) for key in keys]
+        usable = hot_run = 0
+        checked, last_gap = sink, _NONE  # of blocks before the hot window: how many were checked, which is missing last
+        for index, is_hot in enumerate(hot):
+            hot_run = hot_run + 1 if is_hot else 0
+            if index < sink and not is_hot:
+                last_gap = index
+            first = 0 if hot_window is None else hot_window.first_hot(index + 1)
+            while checked < first:
+                last_gap = last_gap if cold[checked] else checked
+                checked += 1
+            seen = window.first_seen((index + 1) * BLOCK_SIZE)
+            if last_gap < seen and hot_run >= index + 1 - max(first, seen):
+                usable = index + 1
+        known = usable
+        while known < len(keys) and (hot[known] or cold[known]):
+            known += 1
         return Hits(usable, known)
 
     def look_up(self, sequence: Sequence, keys: list[BlockKey]) -> Match:
@@ -193,26 +235,33 @@ class BlockTables:
         """Blocks that a sequence takes from the free ones if it starts after its hits and gets KV for all of its tokens
         (see `needs_of`).
         """
-        needs = self.needs_of(sequence)
-        first, sink = self.hot_part(hits.usable)
-        hot = [self.hot.find(keys[index]) for index in (*range(sink), *range(first, hits.usable))]
-        cold = [self.cold.find(keys[index]) for index in range(sink, first)]
+        needs, parts = self.needs_of(sequence), self.parts(hits.usable)
+        hot = [self.hot.find(keys[index]) for index in parts.hot]
+        cold = [self.cold.find(keys[index]) for index in parts.cold]
+        shared = Needs(
+            sum(block is not None and not self.hot.is_idle(block) for block in hot),
+            sum(block is not None and not self.cold.is_idle(block) for block in cold),
+        )
+        if self._window is None:
+            return Needs(needs.hot - shared.hot, needs.cold - shared.cold)
+        # Shared blocks are dropped on the way, and then others hold them alone.
+        further = -(-(len(sequence.tokens) + 1) // BLOCK_SIZE) - hits.usable
         return Needs(
-            needs.hot - sum(block is not None and not self.hot.is_idle(block) for block in hot),
-            needs.cold - sum(block is not None and not self.cold.is_idle(block) for block in cold),
+            min(needs.hot, len(hot) - shared.hot + further), min(needs.cold, len(cold) - shared.cold + further)
         )
 
     def start(self, sequence: Sequence, keys: Items[BlockKey], hits: Hits) -> None:
         """Give a sequence, which has its sampling row already, the cached blocks that it starts after. Those that only
         host memory has are loaded; `is_loading` says whether plans still have to do that.
         """
-        first, sink = self.hot_part(hits.usable)
+        parts = self.parts(hits.usable)
         sequence.hot, sequence.cold = [_NONE] * hits.usable, [_NONE] * hits.usable
+        sequence.dropped = self.first_seen(hits.usable * BLOCK_SIZE)
         sequence.fork = hits.known
         sequence.remembered = hits.usable
         versions = (
-            (False, self.hot, sequence.hot, [*range(sink), *range(first, hits.usable)]),
-            (True, self.cold, sequence.cold, list(range(sink, first))),
+            (False, self.hot, sequence.hot, parts.hot),
+            (True, self.cold, sequence.cold, parts.cold),
         )
         # Before a block is allocated, which may evict any that is not in use and not pinned.
         for cold, pool, own, indices in versions:
@@ -255,17 +304,18 @@ class BlockTables:
         """How many of a sequence's next `count` tokens there is room for; `count` if there is room for none.
 
         A prompt's blocks are hot while they are computed, even if most of them leave the hot window in the same step.
-        With few free hot blocks, therefore, a prompt is computed in smaller chunks. Without compression a smaller chunk
-        would not help, because it frees no block.
+        With few free hot blocks, therefore, a prompt is computed in smaller chunks. Without compression and without a
+        window a smaller chunk would not help, because it frees no block.
         """
         hot_window = self._hot_window
-        if hot_window is None:
+        if hot_window is None and self._window is None:
             return count
         start, room = sequence.computed, self.room(sequence.request.tenant)
-        hot_end = (len(sequence.hot) + room.hot) * BLOCK_SIZE
-        cold_end = (hot_window.first_hot(start // BLOCK_SIZE) + room.cold + hot_window.size + 1) * BLOCK_SIZE - 1
-        cold_end += self._next_query(sequence, cold_end + 1) == cold_end
-        end = min(start + count, hot_end, cold_end)
+        end = min(start + count, (len(sequence.hot) + room.hot) * BLOCK_SIZE)
+        if hot_window is not None:
+            cold_end = (hot_window.first_hot(start // BLOCK_SIZE) + room.cold + hot_window.size + 1) * BLOCK_SIZE - 1
+            cold_end += self._next_query(sequence, cold_end + 1) == cold_end
+            end = min(end, cold_end)
         return end - start if end > start else count
 
     def missing(self, sequence: Sequence, count: int) -> Needs:
@@ -295,12 +345,20 @@ class BlockTables:
 
     def commit(self, sequence: Sequence, start: int, keys: Items[BlockKey]) -> None:
         """After the plan that computes the sequence's tokens from `start` up to `sequence.computed`: make its full
-        blocks known under `keys`, and release the hot version of blocks that have left the window.
+        blocks known under `keys`, and release the hot version of blocks that have left the hot window, and blocks that
+        no later query sees.
         """
         self.remember(sequence, keys)
+        next_query = self._next_query(sequence, sequence.computed)
+        self._release_hot(sequence, start, next_query, keys)
+        if self._window is not None:
+            self._drop(sequence, self._window, next_query)
+
+    def _release_hot(self, sequence: Sequence, start: int, next_query: int, keys: Items[BlockKey]) -> None:
+        """Release the hot version of blocks that a query at `start` sees hot, and that at `next_query` cold."""
         if self._hot_window is None:
             return
-        row, next_query = self._rows[sequence.sampling_row], self._next_query(sequence, sequence.computed)
+        row = self._rows[sequence.sampling_row]
         first = self._hot_window.first_hot(next_query // BLOCK_SIZE)
         for index in range(self._hot_window.first_hot(start // BLOCK_SIZE), first):
             row[index] = self._first_cold + sequence.cold[index]
@@ -311,13 +369,26 @@ class BlockTables:
             self.hot.release([sequence.hot[index]], evict_first=not at_fork)
             sequence.hot[index] = _NONE
 
+    def _drop(self, sequence: Sequence, window: SlidingWindow, next_query: int) -> None:
+        """Release what no later query sees. The prefix cache keeps it for other texts until its room is needed."""
+        row, end = self._rows[sequence.sampling_row], window.first_seen(next_query)
+        for index in range(sequence.dropped, end):
+            # A later request that diverges at the same place needs these blocks.
+            at_fork = sequence.fork - window.blocks_before <= index < sequence.fork
+            for pool, own in ((self.hot, sequence.hot), (self.cold, sequence.cold)):
+                if own[index] != _NONE:
+                    pool.release([own[index]], evict_first=not at_fork)
+                    own[index] = _NONE
+            row[index] = _NONE
+        sequence.dropped = max(sequence.dropped, end)
+
     def remember(self, sequence: Sequence, keys: Items[BlockKey]) -> None:
         """Make the sequence's full blocks known under their keys. A block with a token in flight has no key yet."""
         full = min(sequence.computed // BLOCK_SIZE, len(keys))
         for index in range(sequence.remembered, full):
             if sequence.hot[index] != _NONE:
                 self.hot.remember(sequence.hot[index], keys[index])
-            else:  # it left the window before its key was known
+            elif sequence.cold[index] != _NONE:  # it left the hot window before its key was known
                 self.cold.remember(sequence.cold[index], keys[index])
         sequence.remembered = max(sequence.remembered, full)
 
@@ -373,14 +444,19 @@ class BlockTables:
         self._moves, self._late_moves = {}, {}
         return moves, late_moves
 
-    def hot_part(self, blocks: int) -> tuple[int, int]:
-        """The first hot block after the sink, and the end of the sink, for the query after a sequence's first `blocks`
-        blocks.
-        """
+    def first_seen(self, position: int) -> int:
+        """The first block that a query at `position`, or a later one, sees."""
+        return 0 if self._window is None else self._window.first_seen(position)
+
+    def parts(self, blocks: int) -> Parts:
+        """What the query after a sequence's first `blocks` blocks sees of them."""
+        seen = self.first_seen(blocks * BLOCK_SIZE)
         if self._hot_window is None:
-            return 0, 0
+            return Parts(range(seen, blocks), range(0))
         sink = min(self._hot_window.sink, blocks)
-        return max(sink, self._hot_window.first_hot(blocks)) if blocks > sink else sink, sink
+        first = max(sink, self._hot_window.first_hot(blocks)) if blocks > sink else sink
+        hot = [*range(seen, sink), *range(max(first, seen), blocks)]
+        return Parts(hot, range(max(sink, seen), first))
 
     def _own_room(self, tenant: str) -> Needs:
         """Blocks that a tenant's share still allows it."""

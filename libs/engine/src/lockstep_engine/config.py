@@ -45,6 +45,25 @@ class HotWindow:
 
 
 @dataclass(frozen=True)
+class SlidingWindow:
+    """What the queries of a model see that has a window in every layer. Blocks before it are of no use to any later
+    query of the sequence.
+    """
+
+    tokens: int
+    """A query sees at most so many last tokens, its own included, in whichever layer."""
+
+    def first_seen(self, position: int) -> int:
+        """The first block that a query at `position`, or a later one, sees."""
+        return max(0, position - self.tokens + 1) // BLOCK_SIZE
+
+    @property
+    def blocks_before(self) -> int:
+        """Most blocks before its own that a query sees."""
+        return -(-(self.tokens - 1) // BLOCK_SIZE)
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Settings of one engine: one model, split over `tp` ranks."""
 

@@ -90,6 +90,7 @@ class AsyncEngine:
             context_length=self.model.context_length,
             prefix_cache=config.prefix_cache,
             hot_window=config.hot_window,
+            window=self.model.window,
             tenant_share=config.kv_tenant_share,
             mean_pooling=self.model.embedding is not None and self.model.embedding.pooling == "mean",
         )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lockstep_engine.config import HotWindow
+from lockstep_engine.config import HotWindow, SlidingWindow
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,8 @@ class Limits:
     context_length: int
     prefix_cache: bool
     hot_window: HotWindow | None = None
+    window: SlidingWindow | None = None
+    """As in `ModelInfo`."""
     tenant_share: float = 1.0
     mean_pooling: bool = False
     """Embeddings are made of all hidden states of a text, those of cached prefixes included."""

@@ -14,7 +14,7 @@ from typing import Any
 from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_engine.architectures import ARCHITECTURES, REFUSED
-from lockstep_engine.config import EngineConfig
+from lockstep_engine.config import EngineConfig, SlidingWindow
 from lockstep_engine.embedding_config import EmbeddingInfo, inspect_embedding
 from lockstep_engine.quantized import Scheme, read_scheme
 
@@ -70,6 +70,10 @@ class ModelInfo:
     """How the model gives embeddings; None: it does not."""
     quantization: Scheme | None = None
     """How the stored weights are quantized; None: they are not."""
+    window: SlidingWindow | None = None
+    """The window that every layer has, so that sequences need not keep the KV before it. None: a layer sees more, or
+    there is nothing to gain: the window holds the whole context, or is not larger than that of blocks that are not
+    compressed."""
 
 
 def refuse(sentence: str) -> LockstepError:
@@ -130,6 +134,7 @@ def inspect_model(config: EngineConfig) -> ModelInfo:
         weight_files=files,
         embedding=embedding,
         quantization=quantization,
+        window=_window(settings, config, context_length),
     )
 
 
@@ -204,6 +209,24 @@ def _context_limit(path: Path, settings: dict[str, Any]) -> int:
             f"model {path}: config.json has a {kind} rotary scaling to {extended} positions, which are too many"
         )
     return max(limit, extended)
+
+
+def _window(settings: dict[str, Any], config: EngineConfig, context_length: int) -> SlidingWindow | None:
+    """See `ModelInfo.window`. What is not said clearly counts as none: ranks refuse a layer that sees more."""
+    tokens, kinds = settings.get("sliding_window"), settings.get("layer_types")
+    rule = ARCHITECTURES[settings["model_type"]].windowed
+    if rule is None or not isinstance(tokens, int) or not 1 <= tokens < context_length:
+        return None
+    if rule != "all" and settings.get("use_sliding_window") is not True:
+        return None
+    if isinstance(kinds, list):
+        if set(kinds) != {"sliding_attention"}:
+            return None
+    elif rule == "later" and settings.get("max_window_layers") != 0:
+        return None
+    window = SlidingWindow(tokens)
+    is_larger = config.hot_window is None or window.blocks_before > config.hot_window.size
+    return window if is_larger else None
 
 
 def _settled_context(settings: dict[str, Any], context_length: int) -> int | None:

@@ -23,7 +23,7 @@ from lockstep_engine.interception import intercepted
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.model_config import SETTLED_ROPE, ModelInfo, refuse
 from lockstep_engine.own_attention import CurrentStep, prepare_attention
-from lockstep_engine.plain_layer import is_plain_model
+from lockstep_engine.plain_layer import is_plain_model, plain_windows
 from lockstep_engine.scoring import Scoring
 from lockstep_engine.splitting import Splitter
 
@@ -204,7 +204,7 @@ def paged_attention(
     window = step.window_of(module) if sliding_window is None else sliding_window
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scoring = Scoring(scale, window, softcap, sinks=s_aux)
-    out = step.take().attend(module.layer_idx, query[0], key[0], value[0], scoring)
+    out = step.take(window).attend(module.layer_idx, query[0], key[0], value[0], scoring)
     return out.unsqueeze(0), None
 
 
@@ -253,8 +253,10 @@ def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype, *, shar
             _settle_frequencies(module, info.context_length)
         if rope_type is not None:
             _settle_magnitude(module, info.context_length)
-    step = CurrentStep(window=architecture.window)
+    step = CurrentStep(window=architecture.window, widest=None if info.window is None else info.window.tokens)
     prepare_attention(model, step, architecture.attention, splitter.heads, info.context_length, dtype)
+    for window in plain_windows(model):  # whole models of such layers are computed without `step`
+        step.check_window(window)
     return BuiltModel(
         module=model,
         layers=int(text.num_hidden_layers),

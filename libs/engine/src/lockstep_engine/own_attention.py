@@ -14,6 +14,7 @@ from torch import nn
 
 from lockstep_engine.attention import StepAttention
 from lockstep_engine.linear import HeadExpansion, HeadShard
+from lockstep_engine.model_config import refuse
 from lockstep_engine.scoring import Scoring
 
 
@@ -24,6 +25,8 @@ class CurrentStep:
     attention: StepAttention | None = None
     window: Literal["module", "config"] | None = None
     """As in `Architecture`."""
+    widest: int | None = None
+    """The largest window that a layer may have, because what lies before it is not kept; None: it may have any."""
     calls: int = 0
     """Layers that have taken the step's attention."""
 
@@ -38,11 +41,21 @@ class CurrentStep:
         window: int | None = getattr(module if self.window == "module" else module.config, "sliding_window", None)
         return window
 
-    def take(self) -> StepAttention:
-        """The step's attention, for one more layer."""
+    def take(self, window: int | None = None) -> StepAttention:
+        """The step's attention, for one more layer, which has this window."""
         assert self.attention is not None
+        self.check_window(window)
         self.calls += 1
         return self.attention
+
+    def check_window(self, window: int | None) -> None:
+        """Check the window of a layer; None: it has none.
+
+        Raises:
+            LockstepError: INVALID_REQUEST: the layer would see blocks that are not kept.
+        """
+        if self.widest is not None and (window is None or window > self.widest):
+            raise refuse(f"a layer of the model sees {window or 'all'} last tokens; by config.json it is {self.widest}")
 
 
 class KeyBias:

@@ -96,6 +96,11 @@ def _window(attention: Any) -> int | None:
     return given
 
 
+def plain_windows(model: nn.Module) -> list[int | None]:
+    """The windows of a model's layers of the plain families."""
+    return [_window(each.self_attn) for each in model.modules() if type(each).__name__ in _LAYERS]
+
+
 def is_plain_model(model: nn.Module, plain_layers: Sequence[object]) -> bool:
     """Whether the model is embedding, plain layers, norm and head, with angles that depend on positions alone."""
     inner: Any = getattr(model, "model", None)

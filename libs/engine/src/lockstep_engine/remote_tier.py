@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lockstep_engine import remote_keys
 from lockstep_engine.blocks import BlockKey, HostSizes
@@ -335,21 +336,31 @@ class RemoteTier:
 
     async def _fetch(self, epoch: _Epoch, tenant: str, keys: list[BlockKey]) -> None:
         links = list(remote_keys.chain(epoch.seed(tenant), keys))
-        window, end = self._config.hot_window, len(keys)
-        if window is not None and window.first_hot(end) > window.sink:
-            middle = range(window.sink, window.first_hot(end))
-            hot_bytes = (window.sink + window.size) * epoch.view.forms[False].length * len(epoch.view.heads)
-            reached = await self._fetch_part(
-                epoch, tenant, keys, links, middle, cold=True, ahead=window.size, further_bytes=hot_bytes
-            )
+        hot_window, end = self._config.hot_window, len(keys)
+        parts, seen = self._scheduler.blocks.parts(end), self._scheduler.blocks.first_seen(end * BLOCK_SIZE)
+        cold, ahead, hot_bytes = hot_window is not None, 0, 0
+        if hot_window is not None:
+            ahead = hot_window.size
+            hot_bytes = (hot_window.sink + ahead) * epoch.view.forms[False].length * len(epoch.view.heads)
+        fetch_part = partial(self._fetch_part, epoch, tenant, keys, links)
+        if parts[cold]:
+            reached = await fetch_part(parts[cold], cold=cold, ahead=ahead, further_bytes=hot_bytes)
             if reached is None:
                 return
-            end = min(end, reached + window.size)
+            end = min(end, reached + ahead)
+            parts = self._scheduler.blocks.parts(end)
+            # A text that ends earlier has its window earlier, too.
+            earlier = [index for index in parts[cold] if index < seen]
+            if earlier:
+                rest = end - 1 - earlier[-1]
+                reached = await fetch_part(earlier, cold=cold, ahead=rest, further_bytes=hot_bytes, needs_all=True)
+                if reached is None or reached <= earlier[-1]:
+                    return
             if self._scheduler.blocks.match(keys[:end]).usable == end:
                 return
-        first, sink = self._scheduler.blocks.hot_part(end)
-        hot = range(end) if window is None else [*range(sink), *range(first, end)]
-        await self._fetch_part(epoch, tenant, keys, links, hot, cold=False, ahead=0, further_bytes=0)
+        if cold and parts.hot:
+            is_apart = len(parts.hot) <= parts.hot[-1]
+            await fetch_part(parts.hot, cold=False, ahead=0, further_bytes=0, needs_all=is_apart)
 
     async def _fetch_part(
         self,
@@ -362,9 +373,10 @@ class RemoteTier:
         cold: bool,
         ahead: int,
         further_bytes: int,
+        needs_all: bool = False,
     ) -> int | None:
         """Fetch those of the blocks at `indices` that are not in the other tiers; they are of use with `ahead` more,
-        which take `further_bytes`.
+        which take `further_bytes`. With `needs_all` a part of them is of no use.
 
         Returns:
             The index of the first block that is still missing, or the end of `indices`; None: the store does not serve
@@ -376,9 +388,6 @@ class RemoteTier:
         if not missing:
             return max(indices, default=-1) + 1
         usable = blocks.match(keys).usable
-
-        needs_all = not cold and len(indices) <= indices[-1]
-        """The hot window and the sink behind it: of no use without any of these blocks."""
 
         def recompute_s(count: int) -> float:
             if count < (len(missing) if needs_all else 1):

@@ -192,9 +192,9 @@ class RemoteWriter:
 
     async def _list_text(self, text: _Text) -> None:
         """List the versions of a text's blocks that a later text which begins with it needs."""
-        count, window = len(text.keys), self._hot_window
-        first, sink = self._scheduler.blocks.hot_part(count)
-        fork = range(0) if window is None else range(text.fork - window.size, min(text.fork, count))
+        count, blocks = len(text.keys), self._scheduler.blocks
+        parts = blocks.parts(count), blocks.parts(min(text.fork, count))
+        hot, cold = ({*parts[0][version], *parts[1][version]} for version in (False, True))
         last = self._seed(text.tenant)
         for begin in range(0, count, _PIECE_BLOCKS):
             piece = text.keys[begin : begin + _PIECE_BLOCKS]
@@ -203,8 +203,7 @@ class RemoteWriter:
             for index, (key, link) in enumerate(zip(piece, links, strict=True), begin):
                 self._links[key.digest] = text.tenant, key, link
                 self._links.move_to_end(key.digest)
-                is_hot = window is None or index < sink or index >= first
-                versions = (False,) if is_hot else (True, False) if index in fork else (True,)
+                versions = (*((True,) if index in cold else ()), *((False,) if index in hot else ()))
                 self._list(text.tenant, key, link, versions)
             while len(self._links) > _MAX_NAMES:
                 self._links.popitem(last=False)

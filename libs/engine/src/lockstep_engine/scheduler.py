@@ -289,6 +289,7 @@ class Scheduler:
             limits.tenant_share,
             self._prefix_logs,
             self.slots,
+            limits.window,
         )
         self._chooser = StepChooser(limits, self.sequences, self.blocks)
 

@@ -31,6 +31,8 @@ class Sequence:
     cold: list[int] = field(default_factory=list)
     """`hot` and `cold`: ids of its blocks in order of position, in each version; -1 where a version does not exist.
     Only `BlockTables` writes them."""
+    dropped: int = 0
+    """How many of its first blocks it had and has no more, in any version: no later query sees them."""
     fork: int = 0
     """How many of its blocks the prefix cache had, in any version, when it started. Later requests may diverge after
     the same block."""
