@@ -9,7 +9,24 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.openmetrics.exposition import ALLOWUTF8, generate_latest
 from prometheus_client.samples import Exemplar
 
-VALUES = (0, 1, 7, 128, 1234567.0, 12345678901.5, 1e21, 1e-9, 0.1 + 0.2, -2.5, math.inf, -math.inf, math.nan)
+VALUES = (
+    0,
+    1,
+    7,
+    128,
+    999999.5,
+    1e6,
+    -1e6,
+    1234567.0,
+    12345678901.5,
+    1e21,
+    1e-9,
+    0.1 + 0.2,
+    -2.5,
+    math.inf,
+    -math.inf,
+    math.nan,
+)
 TEXTS = ("plain", "", 'a "quoted" \\ text', "two\nlines", "one\rline", "\x0b\x1c\x85\u2028", "ü", "{}", " # ")
 
 

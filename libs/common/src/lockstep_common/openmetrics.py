@@ -16,6 +16,8 @@ from prometheus_client.utils import floatToGoString
 CONTENT_TYPE = exposition.CONTENT_TYPE_LATEST
 _MAX_SERIES = 16_384
 """Whose names are remembered; a process has some hundred."""
+_EXPONENT_FROM = 1e6
+"""Go writes numbers from this one on with an exponent; Python does not."""
 _END = "# EOF\n"
 _ANY_VALUE = "0.0"
 
@@ -64,6 +66,8 @@ def _example(exemplar: Exemplar) -> str:
 
 
 def _number(value: float) -> str:
+    if type(value) is float and -_EXPONENT_FROM < value < _EXPONENT_FROM:  # most are, and Python writes them alike
+        return repr(value)
     text: str = floatToGoString(value)  # type: ignore[no-untyped-call]
     return text
 
