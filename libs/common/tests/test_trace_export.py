@@ -8,9 +8,11 @@ import pytest
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.trace_context import TraceContext
 from lockstep_common.tracing import (
+    Attributes,
     Kept,
     Kind,
     Shared,
+    Span,
     Tracing,
     make_tracing,
     names,
@@ -313,6 +315,26 @@ def test_a_batch_is_encoded_when_it_is_full_or_wanted() -> None:
     batch.encode()
     batch.encode()
     assert len(taken) == BATCH_PARTS + 1
+
+
+def test_spans_that_are_made_later_are_made_in_their_batch() -> None:
+    taken: list[bytes] = []
+    batch = SpanBatch(taken.extend)
+    trace = Tracing(ratio=1.0, slow_s=1.0, export=batch.add, export_late=batch.add_late).trace()
+    root, calls, before = trace.begin("request"), [], count("failed")
+
+    def make(worker: object) -> list[Span]:
+        calls.append(worker)
+        attributes: Attributes = {"lockstep.worker": worker}  # type: ignore[dict-item]
+        return [trace.ended(name, root, 1, 2, attributes) for name in ("attempt", "route")]
+
+    for number in range(BATCH_PARTS // 4 - 1):
+        trace.end_late((make, (f"w{number}",), 2, 2))
+    assert calls == []
+    trace.end_late((make, (object(),), 2, 2))  # cannot be encoded
+    assert len(calls) == BATCH_PARTS // 4
+    assert len(taken) == 2 * (len(calls) - 1)
+    assert count("failed") == before + 2
 
 
 def test_events_count_in_a_batch() -> None:

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 
 import opentelemetry.semconv._incubating.attributes as conventions
 import pytest
@@ -9,6 +10,9 @@ from lockstep_common.trace_context import TraceContext, parse_tracestate
 from lockstep_common.tracing import (
     Kept,
     Kind,
+    Late,
+    Span,
+    Trace,
     Tracing,
     names,
     setup_tracing,
@@ -232,6 +236,88 @@ def test_what_joins_a_trace_that_goes_on_here_shares_its_decision_and_its_bound(
     stream.release()
     assert len(exported) == (spans.MAX_SPANS if is_kept else 0)
     assert made.waiting == 0
+
+
+# Spans that are made later.
+
+
+def late_spans(trace: Trace, root: Span, made: list[str]) -> Late:
+    """A span below `root` and one below that, which note that they are made."""
+    began_ns = time.monotonic_ns()
+
+    def make(name: str) -> list[Span]:
+        made.append(name)
+        upper = trace.ended(name, root, began_ns, began_ns + 5, {})
+        return [trace.ended("lower", upper, began_ns + 1, began_ns + 4, {}, error="silent"), upper]
+
+    return make, ("upper",), 2, 0
+
+
+def test_spans_that_are_made_later_are_those_that_end_at_once():
+    made, exported = tracing(1.0)
+    trace = made.trace()
+    root = trace.begin("request")
+    trace.end_late(late_spans(trace, root, []))
+    lower, upper = exported
+    assert (upper.parent_id, lower.parent_id, lower.error) == (root.span_id, upper.span_id, "silent")
+    assert lower.attributes == {"error.type": "silent"}
+    assert root.begin_ns <= upper.begin_ns
+    assert (lower.begin_ns - upper.begin_ns, upper.end_ns - lower.end_ns) == (1, 1)
+    early = trace.ended("early", root, 0, 1, {})  # no child is before its parent
+    assert early.begin_ns == early.end_ns == root.begin_ns
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_spans_of_a_trace_that_is_dropped_are_never_made(is_kept: bool):
+    made, exported = tracing()
+    trace, calls = made.trace(), []
+    root = trace.begin("request")
+    trace.end_late(late_spans(trace, root, calls))
+    trace.end(root)
+    assert (calls, exported, made.waiting) == ([], [], 3)
+    if is_kept:
+        trace.keep(Kept.ERROR)
+    trace.release()
+    assert [span.name for span in exported] == (["lower", "upper", "request"] if is_kept else [])
+    assert calls == ["upper"] * is_kept
+    assert made.waiting == 0
+
+
+def test_spans_that_are_made_later_move_to_the_trace_that_theirs_joins():
+    made, exported = tracing()
+    reader = made.trace()
+    reader.defer()
+    root = reader.begin("request")
+    reader.end_late(late_spans(reader, root, []))
+    reader.join(root, TraceContext(5, 7, True))
+    assert {span.context.trace_id for span in (root, *exported)} == {5}
+    assert [span.name for span in exported] == ["lower", "upper"]
+    assert made.waiting == 0
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_spans_that_are_made_later_count_in_the_limits(ratio: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(spans, "MAX_WAITING_SPANS", spans.MAX_SPANS - 1)
+    made, exported = tracing(ratio)
+    trace, before = made.trace(), count("limit")
+    root = trace.begin("request")
+    for _ in range(spans.MAX_SPANS):
+        trace.end_late(late_spans(trace, root, []))
+    waiting = 0 if ratio else spans.MAX_SPANS - 1
+    assert (len(exported), made.waiting) == (spans.MAX_SPANS if ratio else 0, waiting)
+    assert count("limit") == before + 2 * spans.MAX_SPANS - (len(exported) or waiting)
+    trace.release()
+    assert made.waiting == 0
+
+
+def test_traces_made_ahead_have_ids_of_their_own_and_the_time_of_their_beginning():
+    made, _ = tracing()
+    first = made.trace()
+    time.sleep(0.01)
+    before_ns = time.time_ns()
+    traces = [made.trace() for _ in range(100)]
+    assert len({trace.trace_id for trace in (first, *traces)}) == 101
+    assert all(before_ns <= trace.begin("request").begin_ns <= time.time_ns() for trace in traces)
 
 
 @pytest.mark.parametrize("kept", [None, Kept.SLOW])

@@ -443,11 +443,12 @@ async def test_without_tracing_the_callers_context_is_passed_on(make_cluster):
 def test_requests_that_are_alike_share_their_attributes():
     tracing = Tracing(ratio=1.0, slow_s=60.0, export=lambda _: None)
     sampling = inference_pb2.Sampling(max_tokens=7, temperature=0.5)
-    first, second = (RequestTrace(tracing.trace()) for _ in range(2))
+    first, second, other = (RequestTrace(tracing.trace()) for _ in range(3))
     for request in (first, second):
         request.describe("m" * 1000, 2, sampling)
-    assert first.root.shared[0] is second.root.shared[0]
-    assert all_attributes(first.root) == {
+    first_span, second_span = first.complete(), second.complete()
+    assert first_span.shared[0] is second_span.shared[0]
+    expected = {
         "gen_ai.request.model": "m" * 256,
         "gen_ai.response.model": "m" * 256,
         "gen_ai.request.choice.count": 2,
@@ -455,6 +456,7 @@ def test_requests_that_are_alike_share_their_attributes():
         "gen_ai.request.temperature": 0.5,
         "gen_ai.request.top_p": 0.0,
     }
-    sampling.temperature = 0.25
-    second.describe("m", 1, sampling)
-    assert all_attributes(first.root)["gen_ai.request.temperature"] == 0.5
+    assert all_attributes(first_span) == expected
+    other.describe("m", 1, inference_pb2.Sampling(max_tokens=7, temperature=0.25))
+    assert all_attributes(other.complete())["gen_ai.request.temperature"] == 0.25
+    assert all_attributes(first_span) == expected

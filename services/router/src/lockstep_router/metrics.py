@@ -5,10 +5,10 @@ series that begins at 1, Prometheus sees no increase.
 """
 
 from lockstep_common.distributions import Distribution, Distributions
+from lockstep_common.tallies import Tallies, Tally
 from lockstep_common.telemetry import REGISTRY
 from prometheus_client import Counter, Gauge
 
-from lockstep_router.tallies import Tallies, Tally
 from lockstep_router.top_tallies import TopTallies
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

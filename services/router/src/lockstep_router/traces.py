@@ -60,12 +60,13 @@ class EndedRequest(Protocol):
 class RequestTrace:
     """A request's span, and the trace that its streams have in common."""
 
-    __slots__ = ("_client", "_client_read_ns", "_has_token", "finish_reasons", "root")
+    __slots__ = ("_asked", "_client", "_client_read_ns", "_first_token_s", "finish_reasons", "root")
 
     def __init__(self, trace: Trace, name: str = "request", kind: Kind = Kind.SERVER) -> None:
         self.root: Span = trace.begin(name, kind=kind)
         self.finish_reasons: list[str] = []
-        self._has_token = False
+        self._asked: tuple[str, int, inference_pb2.Sampling | None] | None = None
+        self._first_token_s: float | None = None
         self._client: Span | None = None
         """From the first write that waited for the client to the end of the last one; attributes have the waits."""
         self._client_read_ns = 0
@@ -81,21 +82,16 @@ class RequestTrace:
         Args:
             model: the name of a model that exists.
             choices: answers to each prompt.
-            sampling: that of the first stream; None: it makes no tokens.
+            sampling: that of the first stream, which nobody changes any more; None: it makes no tokens.
         """
-        root = self.root
-        if sampling is None:
-            root.shared += (_asked(model, choices),)
-            return
-        root.attributes[names.REQUEST_MAX_TOKENS] = sampling.max_tokens
-        root.shared += (_asked(model, choices, sampling.temperature, sampling.top_p, sampling.top_k),)
+        self._asked = model, choices, sampling
 
     def note_first_token(self, seconds: float) -> None:
         """Note a stream's first token, which came so long after the request; the first one counts."""
-        if not self._has_token:
-            self._has_token = True
-            self.root.attributes[names.RESPONSE_FIRST_CHUNK_S] = seconds
-            self.trace.keep_if_slow(seconds)
+        if self._first_token_s is None:
+            self._first_token_s = seconds
+            if (trace := self.root.trace).kept is None:
+                trace.keep_if_slow(seconds)
 
     def note_write(self, began_ns: int) -> None:
         """Note that a write to the client has ended, which began at this time of the monotonic clock."""
@@ -111,40 +107,80 @@ class RequestTrace:
         attributes[names.CLIENT_WAITS] += 1
         self._client_read_ns = now_ns
 
-    def end(self, call: EndedCall, record: EndedRequest, seconds: float) -> None:
-        """Note the end of the answer."""
-        root, trace = self.root, self.root.trace
-        trace.settle()
-        attributes = root.attributes
-        # The client may have chosen it, of 64 harmless characters: it is in the answer and in the log too.
-        attributes[names.RESPONSE_ID] = attributes[names.REQUEST_ID] = record.request_id
-        attributes[names.INPUT_TOKENS] = record.prompt_tokens
-        attributes[names.OUTPUT_TOKENS] = record.completion_tokens
-        is_error = record.status >= 500
-        if is_error and record.status != _CLIENTS_TIMEOUT:
-            trace.keep(Kept.ERROR)
-        trace.keep_if_slow(seconds)
-        root.shared += (
-            _answered(call.face, call.endpoint, call.method, record.status),
-            _went(record.failovers, record.resumed, tuple(self.finish_reasons), trace.kept),
-        )
+    def end(self, call: EndedCall, record: EndedRequest, seconds: float) -> int:
+        """Note the end of the answer. Nobody changes the facts about it any more.
+
+        Returns:
+            The trace's id if it is kept; else 0.
+        """
+        trace = self.root.trace
+        if not trace.is_settled:
+            trace.settle()
+        if trace.kept is None:
+            if record.status >= 500 and record.status != _CLIENTS_TIMEOUT:
+                trace.keep(Kept.ERROR)
+            trace.keep_if_slow(seconds)
         CURRENT.set(None)
         if self._client is not None:
             trace.end(self._client, at_ns=self._client_read_ns)
-        trace.end(root, str(record.status) if is_error else "")
+        kept = trace.kept
+        trace.end_late((_answer, (self, call, record, kept, time.monotonic_ns()), 1, 0))
         trace.release()
+        return 0 if kept is None else trace.trace_id
+
+    def complete(self) -> Span:
+        """Its span, with what was noted until now."""
+        root = self.root
+        if self._first_token_s is not None:
+            root.attributes[names.RESPONSE_FIRST_CHUNK_S] = self._first_token_s
+        if self._asked is not None:
+            model, choices, sampling = self._asked
+            if sampling is None:
+                root.shared += (_asked(model, choices),)
+            else:
+                sampled = sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k
+                root.shared += (_asked(model, choices, *sampled),)
+        return root
+
+
+def _answer(request: RequestTrace, call: EndedCall, record: EndedRequest, kept: Kept | None, at_ns: int) -> list[Span]:
+    """The span of a request that has ended at this time of the monotonic clock."""
+    root = request.complete()
+    attributes = root.attributes
+    # The client may have chosen it, of 64 harmless characters: it is in the answer and in the log too.
+    attributes[names.RESPONSE_ID] = attributes[names.REQUEST_ID] = record.request_id
+    attributes[names.INPUT_TOKENS] = record.prompt_tokens
+    attributes[names.OUTPUT_TOKENS] = record.completion_tokens
+    status = record.status
+    root.shared += (
+        _answered(call.face, call.endpoint, call.method, status),
+        _went(record.failovers, record.resumed, tuple(request.finish_reasons), kept),
+    )
+    root.trace.close(root, str(status) if status >= 500 else "", at_ns)
+    return [root]
 
 
 @lru_cache(MAX_SHARED)
-def _asked(model: str, choices: int, temperature: float | None = None, top_p: float = 0.0, top_k: int = 0) -> Shared:
-    """What is asked for; without a temperature it makes no tokens."""
+def _asked(
+    model: str,
+    choices: int,
+    max_tokens: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 0.0,
+    top_k: int = 0,
+) -> Shared:
+    """What is asked for; without `max_tokens` it makes no tokens."""
     attributes: Attributes = {}
     name = model[:MAX_TEXT]
     attributes |= {names.REQUEST_MODEL: name, names.RESPONSE_MODEL: name}
     if choices != 1:
         attributes[names.REQUEST_CHOICES] = choices
-    if temperature is not None:
-        attributes |= {names.REQUEST_TEMPERATURE: temperature, names.REQUEST_TOP_P: top_p}
+    if max_tokens is not None:
+        attributes |= {
+            names.REQUEST_MAX_TOKENS: max_tokens,
+            names.REQUEST_TEMPERATURE: temperature,
+            names.REQUEST_TOP_P: top_p,
+        }
     if top_k:
         attributes[names.REQUEST_TOP_K] = top_k
     return Shared(attributes)
@@ -227,7 +263,7 @@ class Takeover(RequestTrace):
 
     def close(self) -> None:
         """Its streams have ended."""
-        self.trace.end(self.root)
+        self.trace.end(self.complete())
         self.trace.release()
 
 

@@ -15,9 +15,9 @@ import lockstep_worker.gpu_metrics
 import lockstep_worker.metrics
 from lockstep_common import tls
 from lockstep_common.distributions import Distribution, Distributions
+from lockstep_common.tallies import Tallies, Tally
 from lockstep_common.tracing import metrics as tracing_metrics
 from lockstep_router.processes.answers import process_metrics
-from lockstep_router.tallies import Tallies, Tally
 from lockstep_router.top_tallies import TopTallies
 from lockstep_worker import vllm_names
 from prometheus_client import CollectorRegistry

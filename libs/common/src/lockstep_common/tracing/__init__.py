@@ -14,9 +14,21 @@ from lockstep_common.tracing.batch import SpanBatch
 from lockstep_common.tracing.kept import KEPT_SPANS
 from lockstep_common.tracing.options import Given, TraceOptions, trace_options
 from lockstep_common.tracing.queue import SpanQueue
-from lockstep_common.tracing.spans import CURRENT, MAX_TEXT, Attributes, Kept, Kind, Shared, Span, Trace, Tracing
+from lockstep_common.tracing.spans import CURRENT, MAX_TEXT, Attributes, Kept, Kind, Late, Shared, Span, Trace, Tracing
 
-__all__ = ["CURRENT", "MAX_TEXT", "Attributes", "Kept", "Kind", "Shared", "Span", "Trace", "Tracing", "setup_tracing"]
+__all__ = [
+    "CURRENT",
+    "MAX_TEXT",
+    "Attributes",
+    "Kept",
+    "Kind",
+    "Late",
+    "Shared",
+    "Span",
+    "Trace",
+    "Tracing",
+    "setup_tracing",
+]
 
 _VERSION = "0.1.0"
 
@@ -56,7 +68,7 @@ def make_tracing(options: TraceOptions, resource: Mapping[str, str]) -> Tracing:
     batch = SpanBatch(KEPT_SPANS.add)
     KEPT_SPANS.configure(resource, batch.encode)
     if not options.endpoint:
-        return Tracing(ratio=options.ratio, slow_s=options.slow_s, export=batch.add)
+        return Tracing(ratio=options.ratio, slow_s=options.slow_s, export=batch.add, export_late=batch.add_late)
     from lockstep_common.tracing.otlp import OtlpExport  # noqa: PLC0415 - the SDK is for those who trace
 
     try:
@@ -68,7 +80,13 @@ def make_tracing(options: TraceOptions, resource: Mapping[str, str]) -> Tracing:
         raise invalid("otlp_endpoint", reason) from None
     queue = SpanQueue(exporter.export, exporter.shutdown, batch.encode)
     batch.takers.append(queue.put)
-    return Tracing(ratio=options.ratio, slow_s=options.slow_s, export=batch.add, on_close=queue.close)
+    return Tracing(
+        ratio=options.ratio,
+        slow_s=options.slow_s,
+        export=batch.add,
+        export_late=batch.add_late,
+        on_close=queue.close,
+    )
 
 
 def _resource(service: str, instance: str, settings: ServiceGiven) -> dict[str, str]:

@@ -38,8 +38,7 @@ _KINDS = tuple(b"\x30%c" % (kind + 1) for kind in Kind)
 
 def encode_span(span: Span) -> bytes:
     """A span as a field of the spans of a scope."""
-    trace = span.trace
-    span_id = span.span_id.to_bytes(8, "big")
+    trace, span_id = span.trace, span.span_id.to_bytes(8, "big")
     parts = [
         _IDS_AND_TIMES.pack(
             _BEFORE_TRACE_ID, trace.id_bytes, _BEFORE_SPAN_ID, span_id, _BEGIN, span.begin_ns, _END, span.end_ns
@@ -47,13 +46,14 @@ def encode_span(span: Span) -> bytes:
         _head(span.name, span.kind, span.has_remote_parent, bool(span.error)),
     ]
     for name, value in span.attributes.copy().items():  # the loop may still add to them
-        if isinstance(value, str):
-            text = value.encode(errors="replace")
+        kind = type(value)
+        if kind is str:
+            text = value.encode(errors="replace")  # type: ignore[union-attr]
             parts += (_before_text(name, len(text)), text)
-        elif isinstance(value, float):
-            parts += (_before_double(name), _DOUBLE.pack(value))
-        elif type(value) is int:  # not a truth value
+        elif kind is int:  # not a truth value
             parts.append(_integer(_OF_SPAN, name, value))
+        elif kind is float:
+            parts += (_before_double(name), _DOUBLE.pack(value))
         else:
             parts.append(_attribute(_OF_SPAN, name, value))
     parts += [shared.encoded or _shared(shared) for shared in span.shared]

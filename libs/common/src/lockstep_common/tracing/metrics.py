@@ -2,10 +2,11 @@
 
 from prometheus_client import Counter
 
+from lockstep_common.tallies import Tallies
 from lockstep_common.telemetry import REGISTRY
 
-TRACES = Counter(
-    "lockstep_traces_total",
+TRACES = Tallies(
+    "lockstep_traces",
     "Traces that ended in this process, by why they were kept (ratio, parent, error, slow, failed_over), or dropped; "
     "a client that resumes a running stream counts with its stream",
     ["decision"],

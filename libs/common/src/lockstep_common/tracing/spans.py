@@ -1,7 +1,11 @@
 """Spans of one request in this process, and the decision whether they are kept.
 
 A span is a plain object until it is exported: making one takes about two microseconds, and nothing of OpenTelemetry's
-SDK. The spans of a trace wait here until the trace is kept, because of the ratio, of the caller's decision or of what
+SDK. Code that runs for each request notes facts and times only, and leaves a function that makes the spans of them
+(`Late`). It is called for many requests in a row, and never for a trace that is dropped. Called for one request at a
+time it takes five times as long: the processor's caches then hold other code.
+
+The spans of a trace wait here until the trace is kept, because of the ratio, of the caller's decision or of what
 happens to the request, or until it ends and is dropped.
 """
 
@@ -11,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from random import Random, SystemRandom
+from typing import Any
 
 from lockstep_common.trace_context import TraceContext
 from lockstep_common.tracing import metrics, names
@@ -23,6 +28,8 @@ MAX_EVENTS = 64
 """Events of one span."""
 MAX_WAITING_SPANS = 32_768
 """Spans of all traces that are not decided on, about 1 KB each."""
+_MADE_AHEAD = 32
+"""Traces that are made together, so that a request only takes one."""
 MAX_TEXT = 256
 """Characters of an attribute whose text has no bound of its own."""
 _LOW_BITS = (1 << 64) - 1
@@ -91,20 +98,17 @@ class Span:
     @property
     def context(self) -> TraceContext:
         """What names it to other services: whether the trace is kept, as far as that is known now."""
-        trace = self.trace
-        return TraceContext(trace.trace_id, self.span_id, trace.kept is not None, trace.state)
+        return self.trace.context_of(self.span_id)
 
     @property
     def traceparent(self) -> str:
         """That of `context`, which takes longer to make."""
-        # Text of bytes: a format of an integer takes five times as long.
-        trace, own_id = self.trace, self.span_id.to_bytes(8, "big").hex()
-        return f"00-{trace.id_bytes.hex()}-{own_id}-{'00' if trace.kept is None else '01'}"
+        return self.trace.traceparent_of(self.span_id)
 
     @property
     def log_fields(self) -> dict[str, str]:
         """What names it in a log line."""
-        return {"trace_id": self.trace.id_bytes.hex(), "span_id": self.span_id.to_bytes(8, "big").hex()}
+        return {"trace_id": self.trace.id_hex, "span_id": self.span_id.to_bytes(8, "big").hex()}
 
     def event(self, name: str, attributes: Attributes | None = None, at_ns: int | None = None) -> None:
         """Note that something has happened; `at_ns` is of the monotonic clock, None: now."""
@@ -119,6 +123,12 @@ class Span:
         self.links = (*self.links, context)
 
 
+Late = tuple[Callable[..., list[Span]], tuple[Any, ...], int, int]
+"""Spans that have ended and are not made yet: what makes them, its arguments, how many spans it returns, and how many
+events these have. It is called once, in any thread. Nobody changes the arguments, nor what they refer to, from then on.
+"""
+
+
 class Tracing:
     """Makes traces, and hands the spans of those that are kept to `export`.
 
@@ -126,6 +136,7 @@ class Tracing:
         ratio: part of the traces that is kept whatever happens, if the caller has not decided.
         slow_s: a request that takes longer, to its first token or to its end, is kept.
         export: takes spans that have ended. It must not wait.
+        export_late: takes spans that are not made yet, and makes them later; None: `export` gets them at once.
         rng: source of ids.
         on_close: ends the export; gets the longest time for it in seconds.
     """
@@ -136,6 +147,7 @@ class Tracing:
         ratio: float,
         slow_s: float,
         export: Callable[[list[Span]], None],
+        export_late: Callable[[Late], None] | None = None,
         rng: Random | None = None,
         on_close: Callable[[float], None] = lambda _: None,
     ) -> None:
@@ -144,15 +156,26 @@ class Tracing:
         """Spans of traces that are not decided on."""
         self.export = export
         """Takes spans that have ended."""
+        self.export_late = export_late or (lambda late: export(late[0](*late[1])))
+        """Takes spans that have ended and are not made yet."""
         self._bound = round(ratio * (1 << 64))
         self.random_bits = (rng or Random(SystemRandom().getrandbits(128))).getrandbits
         """Ids of so many bits; 0 is none."""
         self._on_close = on_close
+        self._made: list[Trace] = []
+        """Traces that begin here, made ahead."""
 
     def trace(self, parent: TraceContext | None = None) -> "Trace":
         """A trace that begins here, or goes on here after a caller's span. It is held once: see `Trace.release`."""
         if parent is not None:
             return Trace(self, parent.trace_id, parent, Kept.PARENT if parent.is_sampled else None)
+        if not self._made:
+            self._made += [self._make() for _ in range(_MADE_AHEAD)]
+        trace = self._made.pop()
+        trace.read_clocks()
+        return trace
+
+    def _make(self) -> "Trace":
         trace_id = self.random_bits(128) or 1
         # As OpenTelemetry's TraceIdRatioBased: services that use the same ratio agree.
         return Trace(self, trace_id, None, Kept.RATIO if trace_id & _LOW_BITS < self._bound else None)
@@ -175,6 +198,7 @@ class Trace:
         "_recorded",
         "_tracing",
         "id_bytes",
+        "id_hex",
         "is_settled",
         "kept",
         "state",
@@ -184,6 +208,7 @@ class Trace:
     def __init__(self, tracing: Tracing, trace_id: int, parent: TraceContext | None, kept: Kept | None) -> None:
         self.trace_id = trace_id
         self.id_bytes = trace_id.to_bytes(16, "big")
+        self.id_hex = self.id_bytes.hex()
         self.kept = kept
         """Why it is kept; None: so far it is not."""
         self.is_settled = True
@@ -196,8 +221,13 @@ class Trace:
         self._holds = 1
         self._recorded = 0
         self._first_id = 0
-        self._ended: list[Span] = []
-        # Read once: within a trace, times follow the monotonic clock, which processes of one host share.
+        self._ended: list[Span | Late] = []
+        self.read_clocks()
+
+    def read_clocks(self) -> None:
+        """Read them once, when it begins: within a trace, times follow the monotonic clock, which processes of one host
+        share.
+        """
         self._offset_ns = time.time_ns() - time.monotonic_ns()
 
     @property
@@ -208,6 +238,19 @@ class Trace:
     def time_of(self, monotonic_ns: int | None = None) -> int:
         """Nanoseconds since 1970; None: now."""
         return self._offset_ns + (time.monotonic_ns() if monotonic_ns is None else monotonic_ns)
+
+    def new_id(self) -> int:
+        """The id of a span that is made later."""
+        return self._tracing.random_bits(64) or 1
+
+    def context_of(self, span_id: int) -> TraceContext:
+        """The context of its span with this id."""
+        return TraceContext(self.trace_id, span_id, self.kept is not None, self.state)
+
+    def traceparent_of(self, span_id: int) -> str:
+        """That of `context_of`, which takes longer to make."""
+        # Text of bytes: a format of an integer takes five times as long.
+        return f"00-{self.id_hex}-{span_id.to_bytes(8, 'big').hex()}-{'00' if self.kept is None else '01'}"
 
     def begin(
         self, name: str, parent: Span | None = None, kind: Kind = Kind.INTERNAL, at_ns: int | None = None
@@ -230,6 +273,27 @@ class Trace:
         begin_ns = max(begin_ns, parent.begin_ns)  # a child cannot begin before its parent
         return Span(name, self, span_id, parent.span_id, False, begin_ns, kind)
 
+    def ended(
+        self,
+        name: str,
+        parent: Span,
+        begin_ns: int,
+        end_ns: int,
+        attributes: Attributes,
+        kind: Kind = Kind.INTERNAL,
+        error: str = "",
+        span_id: int | None = None,
+    ) -> Span:
+        """A span for `end_late`: the same one as of `begin` and `close`, in half the time. Times are of the monotonic
+        clock; `span_id` is from `new_id`, None: a new one.
+        """
+        begin_ns = max(self._offset_ns + begin_ns, parent.begin_ns)
+        end_ns = max(self._offset_ns + end_ns, begin_ns)
+        if error:
+            attributes[names.ERROR_TYPE] = error
+        span_id = span_id or self._tracing.random_bits(64) or 1
+        return Span(name, self, span_id, parent.span_id, False, begin_ns, kind, end_ns, attributes, (), (), (), error)
+
     def end(self, span: Span, error: str = "", at_ns: int | None = None) -> None:
         """End a span, once.
 
@@ -238,15 +302,35 @@ class Trace:
             error: the type of the error that ended it, a word of a bounded set; empty: none.
             at_ns: of the monotonic clock; None: now.
         """
-        end_ns = self._offset_ns + (time.monotonic_ns() if at_ns is None else at_ns)
-        span.end_ns = end_ns if end_ns > span.begin_ns else span.begin_ns
-        if error:
-            span.error = span.attributes[names.ERROR_TYPE] = error
+        self.close(span, error, at_ns)
         if self.kept is not None and self.is_settled and self._holds and self._recorded < MAX_SPANS:  # as most of them
             self._recorded += 1
             self._tracing.export([span])
         else:
             self._take(span)
+
+    def end_late(self, late: Late) -> None:
+        """End spans of this trace that are made later, by `ended`, or have begun and are given their end by `close`."""
+        make, facts, spans, _ = late
+        if self._holds and self._recorded + spans <= MAX_SPANS:
+            if self.kept is not None and self.is_settled:
+                self._recorded += spans
+                self._tracing.export_late(late)
+                return
+            if self._tracing.waiting + spans <= MAX_WAITING_SPANS:
+                self._recorded += spans
+                self._tracing.waiting += spans
+                self._ended.append(late)
+                return
+        for span in make(*facts):
+            self._take(span)
+
+    def close(self, span: Span, error: str = "", at_ns: int | None = None) -> None:
+        """Give a span its end, as `end` does, but do not export it."""
+        end_ns = self._offset_ns + (time.monotonic_ns() if at_ns is None else at_ns)
+        span.end_ns = end_ns if end_ns > span.begin_ns else span.begin_ns
+        if error:
+            span.error = span.attributes[names.ERROR_TYPE] = error
 
     def _take(self, span: Span) -> None:
         """Export a span that has ended, or let it wait for the decision."""
@@ -305,8 +389,7 @@ class Trace:
             other = self._tracing.trace(replace(parent, is_sampled=is_kept))
         else:
             other.hold()
-        ended, self._ended = self._ended, []
-        self._tracing.waiting -= len(ended)
+        ended = [span for each in self._leave() for span in ([each] if isinstance(each, Span) else each[0](*each[1]))]
         if self._parent is not None:
             first.link(self._parent)
         first.trace, first.parent_id = other, parent.span_id
@@ -332,16 +415,23 @@ class Trace:
         self._holds -= 1
         if self._holds:
             return
-        _DECISIONS[self.kept].inc()
+        _DECISIONS[self.kept].value += 1
         if self.kept is None:
-            self._tracing.waiting -= len(self._ended)
-            self._ended = []
+            self._leave()
 
     def _flush(self) -> None:
+        for each in self._leave():
+            if isinstance(each, Span):
+                self._tracing.export([each])
+            else:
+                self._tracing.export_late(each)
+
+    def _leave(self) -> list[Span | Late]:
+        """What has waited for the decision, which waits no more."""
         ended, self._ended = self._ended, []
-        self._tracing.waiting -= len(ended)
-        if ended:
-            self._tracing.export(ended)
+        for each in ended:
+            self._tracing.waiting -= 1 if isinstance(each, Span) else each[2]
+        return ended
 
 
 CURRENT: ContextVar[Span | None] = ContextVar("span", default=None)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from lockstep_common.distributions import Distribution
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.tallies import Tally
 from lockstep_common.telemetry import log_line
 
 from lockstep_router import metrics
 from lockstep_router.faces.record import Record
-from lockstep_router.tallies import Tally
 from lockstep_router.tenants import Access, KeyFile, Tenant
 
 logger = logging.getLogger("lockstep.router")
@@ -89,8 +89,7 @@ def report(call: Call, record: Record, seconds: float, *, is_audited: bool) -> N
     if record.trace is None:
         call.count(record.status, seconds)
     else:
-        record.trace.end(call, record, seconds)
-        call.count(record.status, seconds, record.trace.trace.kept_id)
+        call.count(record.status, seconds, record.trace.end(call, record, seconds))
     if (tenant := record.account.tenant.name) != NOBODY.name:
         metrics.TENANT_REQUESTS.add(tenant, (str(record.status),), 1)
         metrics.TENANT_TOKENS.add(tenant, ("in",), record.prompt_tokens)

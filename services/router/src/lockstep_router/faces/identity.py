@@ -51,10 +51,10 @@ def caller(origin: Origin, user: str | None) -> Caller:
     """The caller, from the request's headers, the client's address and the body's `user`."""
     headers = origin.headers
     name = origin.tenant or (tenant(headers) if "authorization" in headers else "")
-    traceparent = parse_traceparent(headers.get("traceparent", ""))
-    tracestate = parse_tracestate(headers.get("tracestate", "")) if traceparent else ""
-    if origin.trace is not None:
-        traceparent = origin.trace.root.traceparent
+    traceparent = tracestate = ""
+    if origin.trace is None:  # else the worker gets the context of a span of the trace
+        traceparent = parse_traceparent(headers.get("traceparent", ""))
+        tracestate = parse_tracestate(headers.get("tracestate", "")) if traceparent else ""
     return Caller(
         _session(origin, user, name),
         name or ("" if origin.shares_cache else anonymous_tenant(origin.address)),

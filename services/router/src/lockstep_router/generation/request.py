@@ -24,7 +24,7 @@ class Caller:
     """Decides which worker is preferred."""
     tenant: str = ""
     traceparent: str = ""
-    """Context of the request; `tracestate` belongs to it."""
+    """The client's context, if the request has no trace; `tracestate` belongs to it."""
     timeout_s: float | None = None
     """The client's own limit from the request's arrival to the end of its answer; None: no limit."""
     tracestate: str = ""

@@ -151,5 +151,5 @@ def record_of(run: Run, prepared: Prepared, style: Style, session: str, deadline
         session=session,
         parsing=prepared.parsing,
         deadline_at=deadline_at,
-        traceparent=prepared.journals[0].traceparent,
+        traceparent=prepared.journals[0].context,
     )

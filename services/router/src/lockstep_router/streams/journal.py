@@ -47,7 +47,7 @@ class Journal:
     session: str
     tenant: str = ""
     traceparent: str = ""
-    """Context of the request or, if that is traced, of the current attempt. `tracestate` belongs to it."""
+    """Context of the client or, if the request is traced, of the current attempt. `tracestate` belongs to it."""
     arrived_at: float | None = None
     """When the request arrived, in the event loop's time; None: when its stream was created."""
     timeout_s: float | None = None
@@ -137,10 +137,15 @@ class Journal:
         self.emitted_ids.extend(ids)
         return Acceptance.ACCEPTED
 
+    @property
+    def context(self) -> str:
+        """A `traceparent`: of the current attempt, of the request before it has one, or the client's; empty: none."""
+        return self.traceparent or ("" if self.trace is None else self.trace.root.traceparent)
+
     def log_fields(self) -> dict[str, str | int]:
         """What each log line about the stream says. The span is that of the current attempt, if it has one."""
         fields: dict[str, str | int] = {"request_id": self.request_id} if self.request_id else {}
-        return fields | trace_fields(self.traceparent) | {"stream": self.stream_id, "attempt": self.attempt}
+        return fields | trace_fields(self.context) | {"stream": self.stream_id, "attempt": self.attempt}
 
     @property
     def is_full(self) -> bool:

@@ -8,7 +8,8 @@ from functools import lru_cache
 
 from lockstep_api.v1 import inference_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_common.tracing import Kept, Kind, Shared, Span, names
+from lockstep_common.trace_context import TraceContext
+from lockstep_common.tracing import Attributes, Kept, Kind, Shared, Span, names
 
 from lockstep_router.settings import RouterSettings
 from lockstep_router.streams.attempt import Finished, Outcome, WaitedTooLong
@@ -16,6 +17,7 @@ from lockstep_router.streams.journal import Journal
 from lockstep_router.traces import MAX_SHARED, RequestTrace
 from lockstep_router.workers import Link, Workers
 from lockstep_router.workers.losses import Loss
+from lockstep_router.workers.reported import Reported
 
 _FINISHES: dict[int, str] = {
     inference_pb2.FINISH_REASON_STOP: "stop",
@@ -63,6 +65,13 @@ class StreamTrace:
         """The stream has ended, with an error or a cancellation or neither."""
 
 
+_Chosen = tuple[int, int, str, int, int, int, Reported, float, int, str, str, TraceContext | None]
+"""The beginning of an attempt: when it was, of the monotonic clock, its span's id, the worker and its epoch, the number
+of the attempt, the stream's tokens, the worker's load and wait, the number of candidates, the policy, why it was this
+worker, and the attempt before.
+"""
+
+
 class _Recorded(StreamTrace):
     """The spans of a stream that has a trace.
 
@@ -75,40 +84,29 @@ class _Recorded(StreamTrace):
         self._journal = journal
         self._request = request
         self._trace = request.trace
-        self._route: Span | None = None
-        """Lasts from the search for a worker to the end of the attempt there."""
-        self._attempt: Span | None = None
-        self._last: Span | None = None
-        """The attempt before."""
-        self._emitted = 0
-        self._began_at = time.monotonic()
+        self._sought_ns = 0
+        """When its search for a worker began, of the monotonic clock; 0: it neither looks for one nor has one."""
+        self._chosen: _Chosen | None = None
+        """The present attempt."""
+        self._first_token_ns = 0
+        """When its first token came, if that was in the present attempt; else 0."""
+        self._span_id = 0
+        """Of the present or last attempt; 0: there is none."""
+        self._began_ns = time.monotonic_ns()
 
     @property
     def kept_id(self) -> int:
-        return self._trace.kept_id
+        trace = self._trace
+        return 0 if trace.kept is None else trace.trace_id
 
     def begin(self) -> None:
         self._trace.hold()
 
     def seek(self) -> None:
-        self._route = route = self._trace.begin("route", self._request.root)
-        route.attributes[names.STREAM] = self._journal.stream_id
+        self._sought_ns = time.monotonic_ns()
 
     def choose(self, link: Link, workers: Workers, settings: RouterSettings) -> None:
-        route, journal = self._route, self._journal
-        assert route is not None
-        self._describe(route, link, workers, settings)
-        self._emitted = len(journal.emitted_ids)
-        self._attempt = attempt = self._trace.begin("attempt", route, Kind.CLIENT)
-        attempt.attributes[names.STREAM] = journal.stream_id
-        attempt.shared = (_attempt(journal.attempt + 1, link.worker_id, link.epoch, self._emitted),)
-        if self._last is not None:
-            attempt.link(self._last.context)
-        journal.traceparent, journal.tracestate = attempt.traceparent, attempt.trace.state
-
-    def _describe(self, route: Span, link: Link, workers: Workers, settings: RouterSettings) -> None:
-        """Note the choice and what it was made by."""
-        journal, facts = self._journal, link.facts
+        journal = self._journal
         ready = workers.ready(journal.model, journal.digest, grammars=journal.has_grammar)
         if len(ready) <= 1:
             reason = "only_candidate"
@@ -118,18 +116,28 @@ class _Recorded(StreamTrace):
             reason = "continues_exactly"
         else:
             reason = "policy"
-        route.shared = (_choice(len(ready), settings.policy_of(journal.model), reason, link.worker_id),)
-        route.attributes |= {
-            names.WORKER_QUEUED: facts.queued,
-            names.WORKER_RUNNING: facts.running,
-            names.WORKER_WAIT_S: facts.queue_wait_s,
-        }
-        route.event("chosen")
+        trace = self._trace
+        before = trace.context_of(self._span_id) if self._span_id else None
+        self._span_id = span_id = trace.new_id()
+        journal.traceparent, journal.tracestate = trace.traceparent_of(span_id), trace.state
+        self._chosen = (
+            time.monotonic_ns(),
+            span_id,
+            link.worker_id,
+            link.epoch,
+            journal.attempt + 1,
+            len(journal.emitted_ids),
+            link.load,
+            link.queue_wait_s,
+            len(ready),
+            settings.policy_of(journal.model),
+            reason,
+            before,
+        )
 
     def note_first_token(self, seconds: float) -> None:
         self._request.note_first_token(seconds)
-        if self._attempt is not None:
-            self._attempt.event("first_token")
+        self._first_token_ns = time.monotonic_ns()
 
     def leave(self, outcome: Outcome) -> None:
         if isinstance(outcome, Finished):
@@ -152,10 +160,12 @@ class _Recorded(StreamTrace):
             if error.meaning.http_status >= 500 and error.code not in _CLIENTS_OWN:
                 self._trace.keep(Kept.ERROR)
             self._fail("cancelled", error)
-        else:
+        elif self._sought_ns:
             self._close("cancelled", "")
-        self._trace.keep_if_slow(time.monotonic() - self._began_at)
-        self._trace.release()
+        trace = self._trace
+        if trace.kept is None:
+            trace.keep_if_slow((time.monotonic_ns() - self._began_ns) / 1e9)
+        trace.release()
 
     def _fail(self, outcome: str, error: LockstepError) -> None:
         """End the spans that are open, with this outcome unless the client has chosen the end."""
@@ -166,15 +176,59 @@ class _Recorded(StreamTrace):
 
     def _close(self, outcome: str, error: str) -> None:
         """End the spans that are open."""
-        attempt, route, self._attempt, self._route = self._attempt, self._route, None, None
-        if attempt is not None:
-            attempt.attributes[names.OUTCOME] = outcome
-            attempt.attributes[names.TOKENS] = len(self._journal.emitted_ids) - self._emitted
-            self._last = attempt
-            self._trace.end(attempt, error)
-        if route is not None:
-            # That an attempt failed is no error of the route.
-            self._trace.end(route, "" if attempt is not None else error)
+        if not self._sought_ns:
+            return
+        journal, chosen = self._journal, self._chosen
+        times = self._sought_ns, self._first_token_ns, time.monotonic_ns()
+        tokens = len(journal.emitted_ids)
+        facts = self._request.root, journal.stream_id, chosen, times, outcome, error, tokens
+        if chosen is None:
+            self._trace.end_late((_spans, facts, 1, 0))
+        else:
+            self._trace.end_late((_spans, facts, 2, 2))
+        self._chosen, self._sought_ns, self._first_token_ns = None, 0, 0
+
+
+def _spans(
+    root: Span,
+    stream_id: str,
+    chosen: _Chosen | None,
+    times: tuple[int, int, int],
+    outcome: str,
+    error: str,
+    tokens: int,
+) -> list[Span]:
+    """The spans of an attempt and of the search for its worker; of that alone if it found none.
+
+    Args:
+        root: the request's span.
+        stream_id: of the stream.
+        chosen: the beginning of the attempt.
+        times: when the search began, when the stream's first token came, if that was in this attempt, and the end.
+        outcome: of the attempt.
+        error: the type of the error that ended it; empty: none.
+        tokens: those of the stream at its end.
+    """
+    trace, (sought_ns, first_token_ns, ended_ns) = root.trace, times
+    attributes: Attributes = {names.STREAM: stream_id}
+    if chosen is None:
+        return [trace.ended("route", root, sought_ns, ended_ns, attributes, error=error)]
+    chosen_ns, span_id, worker, epoch, number, emitted, load, wait_s, candidates, policy, reason, before = chosen
+    attributes[names.WORKER_QUEUED] = load.queued
+    attributes[names.WORKER_RUNNING] = load.running
+    attributes[names.WORKER_WAIT_S] = wait_s
+    # That an attempt failed is no error of the route.
+    route = trace.ended("route", root, sought_ns, ended_ns, attributes)
+    route.shared = (_choice(candidates, policy, reason, worker),)
+    route.events = (("chosen", trace.time_of(chosen_ns), {}),)
+    attributes = {names.STREAM: stream_id, names.TOKENS: tokens - emitted}
+    attempt = trace.ended("attempt", route, chosen_ns, ended_ns, attributes, Kind.CLIENT, error, span_id)
+    attempt.shared = (_attempt(number, worker, epoch, emitted, outcome),)
+    if before is not None:
+        attempt.link(before)
+    if first_token_ns:
+        attempt.events = (("first_token", trace.time_of(first_token_ns), {}),)
+    return [attempt, route]
 
 
 @lru_cache(MAX_SHARED)
@@ -184,9 +238,17 @@ def _choice(candidates: int, policy: str, reason: str, worker: str) -> Shared:
 
 
 @lru_cache(MAX_SHARED)
-def _attempt(number: int, worker: str, epoch: int, emitted: int) -> Shared:
-    """Where an attempt goes on, and where it is in the stream."""
-    return Shared({names.ATTEMPT: number, names.WORKER: worker, names.EPOCH: epoch, names.EMITTED_BEFORE: emitted})
+def _attempt(number: int, worker: str, epoch: int, emitted: int, outcome: str) -> Shared:
+    """Where an attempt goes on, where it is in the stream, and how it ends."""
+    return Shared(
+        {
+            names.ATTEMPT: number,
+            names.WORKER: worker,
+            names.EPOCH: epoch,
+            names.EMITTED_BEFORE: emitted,
+            names.OUTCOME: outcome,
+        }
+    )
 
 
 _NO_TRACE = StreamTrace()

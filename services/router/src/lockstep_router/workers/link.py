@@ -210,6 +210,11 @@ class Link:
         return self.card.fingerprint if self.card is not None and self.card.deterministic else ""
 
     @property
+    def load(self) -> Reported:
+        """The load last reported."""
+        return self._load
+
+    @property
     def queue_wait_s(self) -> float:
         """Estimated wait of one more stream in the worker's queue."""
         return self._load.queue_wait_s + self._waiting_since_s

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from lockstep_common.distributions import Distribution, Distributions
-from lockstep_router.tallies import Tallies, Tally
+from lockstep_common.tallies import Tallies, Tally
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
