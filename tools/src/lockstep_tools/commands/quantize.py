@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Write a checkpoint with quantized weights, as compressed-tensors in safetensors. The decoder layers' matrices are
 quantized, and with --head the output head, also if it is the embedding; embeddings, norms and routers stay as they
-are. With --calibration the perplexity on the text's second half is reported before and after; gptq and --auto calibrate
-on its first half. --auto writes the smallest mixture of gptq, int8 and float layers that stays within the budget."""
+are, but for norms and routers that take the scales of awq. With --calibration the perplexity on the text's second half
+is reported before and after; gptq, awq and --auto calibrate on its first half. --auto writes the smallest mixture of
+gptq, int8 and float layers that stays within the budget."""
 
 EXAMPLES = """\
   lockstep quantize /models/llama --scheme int8 --out /models/llama-int8
@@ -31,9 +32,9 @@ EXAMPLES = """\
   lockstep quantize /models/llama --scheme gptq --calibration books.txt --out /models/llama-4bit
   lockstep quantize /models/llama --auto --budget 1% --calibration books.txt --out /models/llama-small"""
 
-SCHEMES = ("int8", "w8a8", "fp8", "gptq", "rtn4", "ternary")
+SCHEMES = ("int8", "w8a8", "fp8", "gptq", "awq", "rtn4", "ternary")
 HEADS = ("none", "int8")
-_NOT_PRODUCED = {"awq": "checkpoints in awq are loaded, but not made"}
+_CALIBRATED = ("gptq", "awq")
 _MIN_WINDOWS = 2
 
 
@@ -53,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", type=_share, default=0.01, metavar="P%", help="rise of the perplexity for --auto (default: 1%%)"
     )
-    parser.add_argument("--calibration", metavar="FILE", type=Path, help="UTF-8 text; gptq and --auto need it")
+    parser.add_argument("--calibration", metavar="FILE", type=Path, help="UTF-8 text; gptq, awq and --auto need it")
     parser.add_argument("--samples", type=integer(1), default=128, metavar="N", help="windows of it (default: 128)")
     parser.add_argument("--length", type=integer(16), default=512, metavar="TOKENS", help="of a window (default: 512)")
     parser.add_argument("--group-size", type=int, choices=(32, 64, 128), default=128, help="4 bits (default: 128)")
@@ -70,8 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--out {target} exists already", UNUSABLE)
     if not target.absolute().parent.is_dir():
         raise CommandError(f"--out {target}: {target.absolute().parent} is not a directory", UNUSABLE)
-    if arguments.calibration is None and (arguments.auto or arguments.scheme == "gptq"):
-        raise CommandError(f"--calibration is needed for {'--auto' if arguments.auto else 'gptq'}", UNUSABLE)
+    if arguments.calibration is None and (arguments.auto or arguments.scheme in _CALIBRATED):
+        raise CommandError(f"--calibration is needed for {'--auto' if arguments.auto else arguments.scheme}", UNUSABLE)
     text = _read(arguments.calibration) if arguments.calibration else None
     os.environ |= {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}  # this command shows its own progress
     try:
@@ -119,10 +120,11 @@ def _quantize(arguments: argparse.Namespace, source: Path, made: Path, scratch: 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=notes, disable=not notes.is_terminal, transient=True) as bar:
             task = bar.add_task("layers", total=len(model.layers))
-            production.produce(
+            done = production.produce(
                 model, made, recipe, calibration, lambda done, total: bar.update(task, completed=done, total=total)
             )
-        result = arguments.scheme + _named_head(recipe) + _perplexities(model, made, recipe, held_out)
+        scaled = f" (inputs of {done.scaled} of {len(done.styles)} matrices scaled)" if done.scaled else ""
+        result = arguments.scheme + scaled + _named_head(recipe) + _perplexities(model, made, recipe, held_out)
     before, after = (sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (source, made))
     return f"{result}; {before / 2**20:.1f} MiB of weights became {after / 2**20:.1f} MiB"
 
@@ -187,8 +189,6 @@ def _windows(
 
 
 def _scheme(text: str) -> str:
-    if text in _NOT_PRODUCED:
-        raise argparse.ArgumentTypeError(f"{_NOT_PRODUCED[text]}; schemes: {', '.join(SCHEMES)}")
     if text not in SCHEMES:
         raise argparse.ArgumentTypeError(f"unknown scheme {text!r}; schemes: {', '.join(SCHEMES)}")
     return text

@@ -1,7 +1,7 @@
 """Writes a quantized checkpoint in the compressed-tensors format, shard by shard, in safetensors only.
 
 8-bit integers are written as `pack-quantized` (weights alone) or `int-quantized` (with activations, W8A8), e4m3 as
-`float-quantized`, fewer bits as `pack-quantized`.
+`float-quantized`, fewer bits as `pack-quantized`, with zero points if they have some.
 """
 
 import json
@@ -35,7 +35,7 @@ _COPIED = (
 )
 _PACKED_ROWS = 8192
 """Rows that are packed at once: an integer takes 8 bytes meanwhile."""
-_BITS = {"int4": 4, "int8": 8, "fp8": 8, "ternary": 2}
+_BITS = {"int4": 4, "int4 with zeros": 4, "int8": 8, "fp8": 8, "ternary": 2}
 
 
 class Shards:
@@ -89,11 +89,15 @@ def tensors_of(module: str, rounded: Rounded, *, activations: bool) -> dict[str,
     """The tensors of a quantized matrix, by name."""
     if rounded.kind == "fp8" or activations:
         return {f"{module}.weight": rounded.codes, f"{module}.weight_scale": rounded.scales}
-    return {
-        f"{module}.weight_packed": pack(rounded.codes, _BITS[rounded.kind]),
+    bits = _BITS[rounded.kind]
+    tensors = {
+        f"{module}.weight_packed": pack(rounded.codes, bits),
         f"{module}.weight_scale": rounded.scales,
         f"{module}.weight_shape": torch.tensor(rounded.codes.shape, dtype=torch.int64),
     }
+    if rounded.zeros is not None:
+        tensors[f"{module}.weight_zero_point"] = pack(rounded.zeros.t(), bits).t()  # along the outputs
+    return tensors
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -159,7 +163,7 @@ def _arguments(kind: str, strategy: str, group: int | None, *, dynamic: bool) ->
     return {
         "num_bits": _BITS[kind],
         "type": "float" if kind == "fp8" else "int",
-        "symmetric": True,
+        "symmetric": kind != "int4 with zeros",
         "strategy": strategy,
         "group_size": group,
         "block_structure": None,

@@ -23,20 +23,21 @@ _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """Modules that choose experts: small, and a wrong choice costs more than a rounded weight."""
 _ROWS_AT_ONCE = 256
 
-Visit = Callable[[int, nn.Module, Callable[[], Any]], Any]
-"""Given a layer's number, the layer with its weights, and its computation; returns what the computation returns."""
+Visit = Callable[[int, nn.Module, Callable[..., Any]], Any]
+"""Given a layer's number, the layer with its weights, and its computation; returns what the computation returns. The
+computation takes the number of windows, the first ones; without it all are computed."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A matrix that can be quantized."""
+    """A matrix that can be quantized, or another parameter."""
 
     stored: str
     """Name in the checkpoint."""
     parameter: str
     """Name in the model."""
     value: torch.Tensor
-    """[out, in], a view of the parameter."""
+    """[out, in] or [size], a view of the parameter."""
     inputs: tuple[int, int]
     """Which inputs it has: the address of the parameter, and its expert (-1: it has none)."""
 
@@ -147,7 +148,7 @@ class LayeredModel:
                 isinstance(module, Conv1D) or type(module) is nn.Linear or type(module).__name__ == "FalconLinear"
             )
             stacked = parameter.dim() == 3
-            if not ((is_linear and name.endswith(".weight")) or stacked) or _ROUTERS & set(name.split(".")[-3:-1]):
+            if not ((is_linear and name.endswith(".weight")) or stacked) or is_router(name):
                 continue
             for piece in self._pieces(self.checkpoint, module, name, parameter):
                 stored = self.checkpoint.find(piece.source)
@@ -159,6 +160,16 @@ class LayeredModel:
                 value = value.t() if isinstance(module, Conv1D) else value
                 units.append(Unit(stored, name, value, (id(parameter), expert)))
         return units
+
+    def plain(self, number: int) -> dict[str, Unit]:
+        """The other parameters of a layer, by name, if each has a tensor of its own: norms, biases, routers."""
+        matrices, found = {unit.inputs[0] for unit in self.units(number)}, {}
+        for module, name, parameter in self._parameters(number):
+            pieces = self._pieces(self.checkpoint, module, name, parameter)
+            stored = self.checkpoint.find(pieces[0].source) if len(pieces) == 1 else None
+            if stored is not None and id(parameter) not in matrices:
+                found[name] = Unit(stored, name, parameter.data, (id(parameter), -1))
+        return found
 
     @torch.inference_mode()
     def states(
@@ -189,9 +200,9 @@ class LayeredModel:
         self, number: int, forward: Callable[..., Any], windows: int, visit: Visit | None, source: Checkpoint | None
     ) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            def compute() -> Any:
+            def compute(count: int = windows) -> Any:
                 parts = []
-                for window in range(windows):
+                for window in range(count):
                     own = [_part(each, window, windows) for each in args]
                     named = {name: _part(each, window, windows) for name, each in kwargs.items()}
                     parts.append(forward(*own, **named))
@@ -243,6 +254,11 @@ class LayeredModel:
             inner.forward = original
 
 
+def is_router(parameter: str) -> bool:
+    """Whether a parameter chooses experts, by its name in the model."""
+    return bool(_ROUTERS & set(parameter.split(".")[-3:-1]))
+
+
 def _part(value: Any, number: int, windows: int) -> Any:
     """What of a layer's argument belongs to one of the windows that are computed together."""
     if isinstance(value, tuple):
@@ -254,8 +270,8 @@ def _part(value: Any, number: int, windows: int) -> Any:
 
 
 class InputProducts(TorchFunctionMode):
-    """While it is active, adds up x xᵀ over the inputs x of some matrices, wherever in the layer they are used: a
-    mixture's experts have no modules of their own.
+    """While it is active, adds up x xᵀ and |x| over the inputs x of some matrices, wherever in the layer they are used:
+    a mixture's experts have no modules of their own.
 
     Args:
         units: the layer's matrices.
@@ -265,6 +281,7 @@ class InputProducts(TorchFunctionMode):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.sums: dict[tuple[int, int], torch.Tensor] = {}
+        self.magnitudes: dict[tuple[int, int], torch.Tensor] = {}
         self._places: dict[int, tuple[int, int]] = {}
         for parameter in layer.parameters():
             experts = list(parameter.data) if parameter.dim() == 3 else [parameter.data]
@@ -283,5 +300,6 @@ class InputProducts(TorchFunctionMode):
         place = self._places.get(weight.data_ptr())
         if place is not None:
             rows = inputs.reshape(-1, inputs.shape[-1]).float()
-            product = rows.t() @ rows
+            product, magnitudes = rows.t() @ rows, rows.abs().sum(0)
             self.sums[place] = self.sums[place] + product if place in self.sums else product
+            self.magnitudes[place] = self.magnitudes[place] + magnitudes if place in self.magnitudes else magnitudes

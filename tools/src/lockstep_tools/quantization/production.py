@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lockstep_common.errors import invalid
 from lockstep_engine.model_config import read_json
 from lockstep_engine.quantized.tensors import Tensors
 from torch import nn
 
-from lockstep_tools.quantization import rounding
+from lockstep_tools.quantization import awq, folds, rounding
 from lockstep_tools.quantization.files import Shards, Style, copy_rest, quantization_config, tensors_of
 from lockstep_tools.quantization.gptq import to_int4_by_hessian
 from lockstep_tools.quantization.layers import InputProducts, LayeredModel, Unit
@@ -22,6 +23,7 @@ SCHEMES: Mapping[str, str] = {
     "w8a8": "as int8, and marked for engines that also compute activations in 8 bits",
     "fp8": "e4m3, a scale for each row; activations stay float",
     "gptq": "4-bit integers, a scale for each group; errors made good with the calibration text",
+    "awq": "4-bit integers with zero points; inputs with large activations are scaled up before",
     "rtn4": "4-bit integers rounded to the nearest; to compare gptq with",
     "ternary": "BitNet b1.58's rounding; only for models that were trained for it",
 }
@@ -61,6 +63,8 @@ class Made:
     folder: Path
     styles: dict[str, Style] = field(default_factory=dict)
     """Each quantized module, by its name in the checkpoint."""
+    scaled: int = 0
+    """How many of them have scaled inputs (awq)."""
 
 
 def produce(
@@ -75,44 +79,82 @@ def produce(
     Args:
         model: the float model.
         folder: an empty directory.
-        calibration: windows of tokens [windows, tokens], for gptq.
+        calibration: windows of tokens [windows, tokens], for gptq and awq.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, the scheme is awq and nothing in this architecture's layers can take its scales.
     """
-    made = Made(folder)
-    count = len(model.layers)
-    chosen = [[unit for unit in model.units(number) if _wanted(unit, recipe)] for number in range(count)]
-    tensors, shards = Tensors(model.info.path, model.info.weight_files), Shards(folder)
-    quantized = {unit.stored for units in chosen for unit in units}
-    copy_plain(tensors, quantized | ({model.head().stored} if recipe.head == "int8" else set()), shards)
+    production = _Production(model, folder, recipe, progress)
+    with torch.inference_mode():
+        if calibration is not None and recipe.scheme in ("gptq", "awq"):
+            model.states(calibration, production.calibrate)
+        else:
+            for number in range(len(model.layers)):
+                with model.loaded(number):
+                    production.write(number, {})
+        return production.finish()
 
-    def write(number: int, sums: Mapping[tuple[int, int], torch.Tensor]) -> None:
-        wanted = {unit.stored for unit in chosen[number]}
-        for unit in model.units(number):
-            if unit.stored in wanted:
-                rounded = round_unit(unit, recipe, sums.get(unit.inputs), _scale_dtype(model))
-                for name, tensor in tensors_of(unit.module, rounded, activations=recipe.activations).items():
-                    shards.add(name, tensor)
-                unit.value.copy_(rounded.values())
-                made.styles[unit.module] = (rounded.kind, rounded.group, recipe.activations)
-        progress(number + 1, count)
 
-    def calibrate(number: int, layer: nn.Module, compute: Callable[[], Any]) -> Any:
+class _Production:
+    """Writes a checkpoint layer by layer; see `produce` for the arguments."""
+
+    def __init__(self, model: LayeredModel, folder: Path, recipe: Recipe, progress: Progress) -> None:
+        self._model, self._recipe, self._progress = model, recipe, progress
+        self._made, self._shards = Made(folder), Shards(folder)
+        self._tensors = Tensors(model.info.path, model.info.weight_files)
+        layers = range(len(model.layers))
+        self._wanted = [{unit.stored for unit in model.units(each) if _wanted(unit, recipe)} for each in layers]
+        self._changed = set().union(*self._wanted)
+        """Tensors of the float checkpoint that are not copied."""
+
+    def calibrate(self, number: int, layer: nn.Module, compute: Callable[..., Any]) -> Any:
+        """Write a layer with what the calibration says about its inputs; see `layers.Visit`."""
         with InputProducts(layer) as products:
             compute()
-        write(number, products.sums)
+        if self._recipe.scheme == "awq":
+            self._scale(number, products, compute)
+        self.write(number, products.sums)
         return compute()  # the next layer is calibrated on what this one now gives
 
-    with torch.inference_mode():
-        if calibration is not None and recipe.scheme == "gptq":
-            model.states(calibration, calibrate)
-        else:
-            for number in range(count):
-                with model.loaded(number):
-                    write(number, {})
-        if recipe.head == "int8":
-            _write_head(model.head(), shards, made)
-    shards.finish()
-    finish(model, made)
-    return made
+    def _scale(self, number: int, products: InputProducts, compute: Callable[[int], Any]) -> None:
+        found = folds.find(self._model, number, compute)
+        if number == 0 and not found:
+            name = self._model.info.architecture
+            raise invalid("scheme", f"awq: nothing before the matrices of {name} can take their scales; use gptq")
+        wanted, size = self._wanted[number], self._recipe.group_size
+        changed, count = awq.scale_layer(found, products, wanted, self._tensors, size, _scale_dtype(self._model))
+        for unit in changed:
+            self._shards.add(unit.stored, unit.value.to(self._tensors.read(unit.stored).dtype))
+            self._changed.add(unit.stored)
+        self._made.scaled += count
+
+    def write(self, number: int, sums: Mapping[tuple[int, int], torch.Tensor]) -> None:
+        """Write a layer's matrices, and give it their rounded values.
+
+        Args:
+            number: a layer that is loaded.
+            sums: of x xᵀ over the inputs, where they are known; see `InputProducts`.
+        """
+        activations = self._recipe.activations
+        for unit in self._model.units(number):
+            if unit.stored in self._wanted[number]:
+                rounded = round_unit(unit, self._recipe, sums.get(unit.inputs), _scale_dtype(self._model))
+                for name, tensor in tensors_of(unit.module, rounded, activations=activations).items():
+                    self._shards.add(name, tensor)
+                unit.value.copy_(rounded.values())
+                self._made.styles[unit.module] = (rounded.kind, rounded.group, activations)
+        self._progress(number + 1, len(self._model.layers))
+
+    def finish(self) -> Made:
+        """Write the rest."""
+        if self._recipe.head == "int8":
+            head = self._model.head()
+            _write_head(head, self._shards, self._made)
+            self._changed.add(head.stored)
+        copy_plain(self._tensors, self._changed, self._shards)
+        self._shards.finish()
+        finish(self._model, self._made)
+        return self._made
 
 
 def _write_head(head: Unit, shards: Shards, made: Made) -> None:
@@ -139,6 +181,8 @@ def round_unit(unit: Unit, recipe: Recipe, products: torch.Tensor | None, scale_
         return rounding.to_ternary(unit.value)
     columns = unit.value.shape[1]
     group = rounding.group_of(columns, recipe.group_size)
+    if recipe.scheme == "awq":
+        return awq.to_int4(unit.value, products, group, scale_dtype)
     if recipe.scheme == "rtn4" or products is None:  # an expert that no token of the calibration chose
         return rounding.to_int4(unit.value, group, scale_dtype)
     return to_int4_by_hessian(unit.value, products, group, scale_dtype, by_activation=recipe.by_activation)
@@ -148,10 +192,10 @@ def _scale_dtype(model: LayeredModel) -> torch.dtype:
     return torch.bfloat16 if model.info.dtype == "bfloat16" else torch.float16
 
 
-def copy_plain(tensors: Tensors, quantized: set[str], shards: Shards) -> None:
-    """Copy the tensors that are not quantized."""
+def copy_plain(tensors: Tensors, changed: set[str], shards: Shards) -> None:
+    """Copy the tensors that are not quantized or otherwise changed."""
     for name in tensors:
-        if name not in quantized:
+        if name not in changed:
             shards.add(name, tensors.read(name))
 
 

@@ -11,12 +11,12 @@ E4M3_LARGEST = 448.0
 _SHRUNK = tuple(1 - step / 40 for step in range(17))
 """Factors of a group's largest magnitude that are tried as the largest code's value: 1 to 0.6."""
 
-Kind = Literal["int4", "int8", "fp8", "ternary"]
+Kind = Literal["int4", "int4 with zeros", "int8", "fp8", "ternary"]
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A quantized matrix: values are codes times the scale of their group."""
+    """A quantized matrix: values are codes, less the zero point of their group, times its scale."""
 
     kind: Kind
     codes: torch.Tensor
@@ -25,13 +25,18 @@ class Rounded:
     """[out, groups] or [1]."""
     group: int | None = None
     """Inputs of a group; None: all."""
+    zeros: torch.Tensor | None = None
+    """[out, groups], int8: the codes of 0; None: 0 everywhere."""
 
     def values(self) -> torch.Tensor:
         """[out, in], float32."""
-        scales = self.scales.float()
-        if self.group is not None:
-            scales = scales.repeat_interleave(self.group, dim=1)
-        return self.codes.float() * scales
+        codes = self.codes.float()
+        if self.zeros is not None:
+            codes -= self._of_columns(self.zeros.float())
+        return codes * self._of_columns(self.scales.float())
+
+    def _of_columns(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers if self.group is None else numbers.repeat_interleave(self.group, dim=1)
 
 
 def to_int8(weight: torch.Tensor) -> Rounded:
@@ -74,6 +79,24 @@ def int4_scales(weight: torch.Tensor, group: int, dtype: torch.dtype) -> torch.T
         best = torch.where(better, error, best)
         scales = torch.where(better, tried.float(), scales)
     return scales.to(dtype)
+
+
+def int4_ranges(weight: torch.Tensor, group: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest weight of each group of a row's inputs, or 0: [out, groups] each."""
+    parts = weight.float().reshape(len(weight), -1, group or weight.shape[1])
+    return parts.amin(2).clamp(max=0), parts.amax(2).clamp(min=0)
+
+
+def to_int4_in_ranges(
+    weight: torch.Tensor, group: int | None, lows: torch.Tensor, highs: torch.Tensor, scale_dtype: torch.dtype
+) -> Rounded:
+    """With zero points: the 16 codes of a group go from its low, at most 0, to its high, at least 0."""
+    scales = _not_zero((highs - lows) / 15).to(scale_dtype)
+    zeros = (-8 - lows / scales.float()).round().clamp(-8, 7)
+    width = group or weight.shape[1]
+    codes = weight.float().reshape(len(weight), -1, width) / scales.float().unsqueeze(2)
+    codes = (codes.round_() + zeros.unsqueeze(2)).clamp_(-8, 7).to(torch.int8)
+    return Rounded("int4 with zeros", codes.reshape(weight.shape), scales, group, zeros.to(torch.int8))
 
 
 def _not_zero(scales: torch.Tensor) -> torch.Tensor:
