@@ -11,8 +11,9 @@ import torch
 from lockstep_common.errors import LockstepError
 from lockstep_engine import EngineConfig
 from lockstep_engine.model_config import inspect_model
+from lockstep_engine.quantized.tensors import Tensors
 from lockstep_tools.quantization import awq, folds, rounding
-from lockstep_tools.quantization.layers import LayeredModel
+from lockstep_tools.quantization.layers import InputProducts, LayeredModel
 from lockstep_tools.quantization.production import Recipe, produce
 from safetensors.torch import load_file, save_file
 
@@ -202,6 +203,34 @@ def test_a_written_checkpoint_is_near_the_float_one(tmp_path, name, dtype):
         plain = produce(model, directory(tmp_path / "rtn4"), Recipe("rtn4", 32)).folder
         exact, ours, nearest = (model_of(each).states(WINDOWS) for each in (path, made.folder, plain))
     assert (ours - exact).norm() < (nearest - exact).norm()
+
+
+def test_a_scaled_layer_gives_what_it_gave_and_its_inputs_are_known(tmp_path):
+    path, _ = make("qwen3_moe", tmp_path)
+    stored(path, torch.float16)
+    model = model_of(path)
+    tensors = Tensors(path, ["model.safetensors"])
+
+    def visited(number, layer, compute):
+        with InputProducts(layer) as products:
+            expected = states(compute())
+        units = model.units(number)
+        wanted = {unit.stored for unit in units}
+        changed, count = awq.scale_layer(
+            folds.find(model, number, compute), products, wanted, tensors, 32, torch.float16
+        )
+        assert count == len(units) - 1  # o_proj has no place for scales
+        assert not {unit.stored for unit in changed} & wanted
+        with InputProducts(layer) as scaled:
+            found = states(compute())
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().mean()))
+        for unit in units:
+            now = scaled.sums[unit.inputs]
+            torch.testing.assert_close(products.sums[unit.inputs], now, rtol=1e-3, atol=1e-3 * float(now.abs().mean()))
+        return found
+
+    with torch.inference_mode():
+        model.states(WINDOWS, visited)
 
 
 def test_matrices_that_stay_in_float_are_scaled_without_rounding(tmp_path):
