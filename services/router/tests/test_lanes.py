@@ -12,6 +12,7 @@ class Client:
 
     def __init__(self, emitted=(), is_numbered=True):
         self.got, self.room, self.closed, self.failures = b"", None, 0, []
+        self.is_behind = False
         self.emitted_ids = list(emitted)
         before = (b"id: 5%:", b"\ndata: {") if is_numbered else (b"data: {5%", None)
         outlet = Outlet(*before, b"}\n\n", send=self.send, send_later=self.send_later)
@@ -24,6 +25,7 @@ class Client:
         )
 
     def send(self, data):
+        assert not self.is_behind, "bytes that wait are overtaken"
         taken = data[: self.room]
         self.got += taken
         return len(taken)
@@ -31,6 +33,7 @@ class Client:
     def send_later(self, data):
         assert self.closed, "the lane is closed before the connection is behind"
         self.got += data
+        self.is_behind = True
 
     def note_closed(self):
         self.closed += 1
@@ -121,3 +124,30 @@ def test_connection_that_is_behind_closes_the_lane():
     assert client.closed == 1
     assert lanes == {}
     assert push([1], [1], [1], lanes, 1.0) == [(1, 1, 1)]
+
+
+def test_two_tokens_of_a_step_for_a_connection_that_is_behind():
+    lanes = {}
+    client, other = opened(lanes), opened(lanes, 2)
+    client.room = 7
+    assert push([1, 2, 1], [0, 0, 1], [1, 1, 4], lanes, 1.0) == []
+    assert client.got == b"".join(
+        chunk(f"id: 5%:{n}\ndata: {{{text}}}\n\n") for n, text in ((1, " one"), (2, "100 %d"))
+    )
+    assert client.emitted_ids == [1, 4]
+    assert (client.closed, client.failures) == (1, [])
+    assert other.got == chunk("id: 5%:1\ndata: { one}\n\n")
+    assert list(lanes) == [2]
+
+
+def test_failure_to_send_leaves_the_others():
+    def fail(_):
+        raise RuntimeError
+
+    lanes = {}
+    broken, sound = opened(lanes, 1), opened(lanes, 2)
+    broken.lane.send = fail
+    assert push([1, 2], [0, 0], [1, 1], lanes, 1.0) == []
+    assert [type(error) for error in broken.failures] == [RuntimeError]
+    assert (broken.closed, sound.closed) == (1, 0)
+    assert sound.got == chunk("id: 5%:1\ndata: { one}\n\n")
