@@ -7,7 +7,9 @@ are `KvCache.store` and `layer_cache.compress`, which also run where there are n
 import torch
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.kernels.triton_attention import Paged
+from lockstep_engine.kernels.triton_coded import Codes
 from lockstep_engine.layer_cache import ColdLayer, LayerCache
+from lockstep_engine.quantized.coded import unpack
 from lockstep_engine.scoring import Scoring
 from torch.nn import functional
 
@@ -135,3 +137,19 @@ def grouped(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ch
         own = None if bias is None else bias[expert]
         results[rows] = product(x[rows].unsqueeze(0), weight[expert].t().unsqueeze(0), own)[0]
     return results
+
+
+def widened(weight: Codes) -> torch.Tensor:
+    """The values [out, in] of a weight of codes, float32."""
+    numbers = unpack(weight.codes, 4, 1) if weight.packed else weight.codes
+    wide = numbers.float() if weight.table is None else weight.table[numbers.long()]
+    groups = torch.arange(weight.ins, device=wide.device) // weight.group
+    if weight.zeros is not None:
+        wide = wide - weight.zeros[groups].t()
+    values = (wide - weight.shift) * weight.scales[groups].t()
+    return values * (1 / 127) if weight.per_127 else values
+
+
+def coded(x: torch.Tensor, weight: Codes, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """[rows, in] x a weight of codes [out, in], transposed: the values are rounded to the type of `x`."""
+    return product(x.unsqueeze(0), widened(weight).to(x.dtype).t().unsqueeze(0), bias)[0]

@@ -55,7 +55,7 @@ _BROAD = Tile(outs=128, tokens=128, ins=64, warps=8, stages=3)
 _BROAD_SEGMENTED = Tile(outs=128, tokens=128, ins=64, warps=8, stages=4)
 _BROAD_ONE_SEGMENT = Tile(outs=256, tokens=128, ins=64, warps=8, stages=3)
 """For layers of one segment: without a second accumulator a thread has registers for so many results."""
-_WIDE = Tile(outs=32, tokens=32, ins=32, warps=4, stages=2)
+WIDE = Tile(outs=32, tokens=32, ins=32, warps=4, stages=2)
 """For float32, which is multiplied without the matrix units: they would round it."""
 
 _SEGMENT_UNIT = 512
@@ -113,7 +113,7 @@ def _sum_products(
 
 
 @triton.jit
-def _leave(parts, counter, part, count, size, at, stored, acc):
+def leave(parts, counter, part, count, size, at, stored, acc):
     """Write a segment's sums to parts [count, size] of float32. Returns whether the tile's other segments are there."""
     tl.store(parts + part * size + at, acc, mask=stored)
     tl.debug_barrier()  # all threads have stored before one of them says so
@@ -121,7 +121,7 @@ def _leave(parts, counter, part, count, size, at, stored, acc):
 
 
 @triton.jit
-def _add_up(parts, counter, count, size, at, stored):
+def add_up(parts, counter, count, size, at, stored):
     """The segments' sums of a tile, in ascending order. The counter is 0 again for the next launch."""
     tl.store(counter, 0)
     total = tl.load(parts + at, mask=stored, other=0.0, cache_modifier=".cg")
@@ -131,7 +131,8 @@ def _add_up(parts, counter, count, size, at, stored):
 
 
 @triton.jit
-def _write(out, at, stored, total, bias, n, outs, biased: tl.constexpr):
+def write(out, at, stored, total, bias, n, outs, biased: tl.constexpr):
+    """Add the bias of outputs n, if there is one, and write results rounded."""
     if biased:
         total += tl.load(bias + n, mask=n < outs, other=0.0).to(tl.float32)[:, None]
     tl.store(out + at, total.to(out.dtype.element_ty), mask=stored)
@@ -164,14 +165,14 @@ def _linear(
         counter = counters + (tl.program_id(2) * (tl.num_programs(1) // count) + tile) * tl.num_programs(0)
         counter += tl.program_id(0)
         size = tl.num_programs(2).to(tl.int64) * tokens * outs
-        if _leave(parts, counter, part, count, size, at, stored, acc):
-            total = _add_up(parts, counter, count, size, at, stored)
-            _write(out, at, stored, total, bias, n, outs, biased)
+        if leave(parts, counter, part, count, size, at, stored, acc):
+            total = add_up(parts, counter, count, size, at, stored)
+            write(out, at, stored, total, bias, n, outs, biased)
     else:
         acc = _sum_products(
             w_rows, ins_stride, x_rows, present, 0, ins, segment, even, segmented, block_n, block_t, block_k
         )
-        _write(out, at, stored, acc, bias, n, outs, biased)
+        write(out, at, stored, acc, bias, n, outs, biased)
 
 
 @triton.jit(do_not_specialize=["pairs", "choices", "count"])
@@ -207,16 +208,16 @@ def _grouped(
             acc = _sum_products(w_rows, 1, x_rows, present, begin, end, segment, even, False, block_n, block_t, block_k)
             counter = counters + column * tl.num_programs(0) + tile
             size = pairs.to(tl.int64) * outs
-            if _leave(parts, counter, part, count, size, at, stored, acc):
-                total = _add_up(parts, counter, count, size, at, stored)
-                _write(out, at, stored, total, own_bias, n, outs, biased)
+            if leave(parts, counter, part, count, size, at, stored, acc):
+                total = add_up(parts, counter, count, size, at, stored)
+                write(out, at, stored, total, own_bias, n, outs, biased)
         else:
             acc = _sum_products(w_rows, 1, x_rows, present, 0, ins, segment, even, segmented, block_n, block_t, block_k)
-            _write(out, at, stored, acc, own_bias, n, outs, biased)
+            write(out, at, stored, acc, own_bias, n, outs, biased)
 
 
 @dataclass(frozen=True)
-class _Split:
+class Split:
     """How the segments of a launch are spread over programs."""
 
     segment: int
@@ -230,7 +231,7 @@ class _Split:
     """[tiles], int32: how many segments of each tile are there."""
 
     @classmethod
-    def of(cls, out: torch.Tensor, outs: int, ins: int, tiles: int, *, few: bool) -> "_Split":
+    def of(cls, out: torch.Tensor, outs: int, ins: int, tiles: int, *, few: bool) -> "Split":
         """For a launch of `tiles` tiles with the results `out`; `few`: it has few rows."""
         segment = segment_of(outs, ins)
         count = triton.cdiv(ins, segment)
@@ -273,7 +274,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     x, weight = x.contiguous(), weight.to(x.dtype)
     batch_stride, ins_stride, outs_stride = weight.stride()
     rows, columns = triton.cdiv(tokens, tile.tokens), triton.cdiv(outs, tile.outs)
-    split = _Split.of(out, outs, ins, batch * rows * columns, few=tokens <= PRODUCT_ROWS[-1])
+    split = Split.of(out, outs, ins, batch * rows * columns, few=tokens <= PRODUCT_ROWS[-1])
     _linear[rows, columns * split.programs, batch](
         out, x, weight, x if bias is None else bias.contiguous(), split.parts, split.counters,
         tokens, outs, ins, split.segment, split.count,
@@ -341,7 +342,7 @@ def grouped(
         tile = groups.tile
         most = min(pairs, triton.cdiv(pairs, tile.tokens) + experts)  # an expert's last tile may be partly filled
         columns = triton.cdiv(outs, tile.outs)
-        split = _Split.of(out, outs, ins, most * columns, few=pairs <= PRODUCT_ROWS[-1])
+        split = Split.of(out, outs, ins, most * columns, few=pairs <= PRODUCT_ROWS[-1])
         _grouped[most, columns * split.programs](
             out, x, weight, x if bias is None else bias.contiguous(), split.parts, split.counters,
             groups.order, groups.ends, groups.tile_ends, pairs, 1 if per_pair else choices,
@@ -368,7 +369,7 @@ def tile_for(dtype: torch.dtype, rows: int, device: torch.device, *, one_segment
         ValueError: there is no kernel for the type.
     """
     if dtype is torch.float32:
-        return _WIDE
+        return WIDE
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"product: {dtype} is not supported")
     for most, tile in zip(PRODUCT_ROWS, _NARROW, strict=False):
