@@ -10,7 +10,8 @@ import sys
 
 import torch
 from build_kernels import Kernels
-from lockstep_engine.kernels import triton_exact_attention, triton_linear, triton_rows
+from lockstep_engine.gpu_codes import Codes
+from lockstep_engine.kernels import triton_coded, triton_exact_attention, triton_linear, triton_rows
 from lockstep_engine.kernels.triton_attention import Paged, Tiles
 from lockstep_engine.kernels.triton_linear import Groups
 from lockstep_engine.scoring import Scoring
@@ -27,6 +28,21 @@ def attend(kernels):
     for size in (1, most):
         tiles = Tiles(numbers, numbers, size, 4)
         triton_exact_attention.attend(queries, kernels.cache.layer(0), paged, Scoring(1.0), tiles, out)
+
+
+def coded(gpu):
+    """Products on codes of three kinds; returns how many kernels were built."""
+    before = gpu.compiled
+    for ins in (4096, 512):
+        scales, groups = torch.empty(1, 1024), torch.empty(ins // 64, 1024)
+        words = torch.empty(1024, ins // 8, dtype=torch.int32)
+        kinds = [Codes(torch.empty(1024, ins, dtype=torch.int8), scales, ins)]
+        kinds += [Codes(words, groups[::2].contiguous(), 128, zeros=groups[::2].contiguous())]
+        kinds += [Codes(words, groups, 64, table=torch.empty(16))]
+        for weight in kinds:
+            for rows in (1, 7, 64, 100, 128, 129, 300):
+                triton_coded.product(torch.empty(rows, ins, dtype=torch.bfloat16), weight)
+    return gpu.compiled - before
 
 
 def main():
@@ -47,7 +63,8 @@ def main():
             triton_linear.grouped(torch.empty(tokens, ins, dtype=dtype), experts, None, groups, per_pair=False)
     triton_rows.sum_rows(torch.empty(3, 100))
     triton_rows.softmax(torch.empty(3, 100))
-    print(json.dumps({"products": products, "used": [dataclasses.asdict(each) for each in gpu.used]}))
+    built = coded(gpu)
+    print(json.dumps({"products": products, "coded": built, "used": [dataclasses.asdict(each) for each in gpu.used]}))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ import pytest
 import torch
 import twins
 from fast_cases import further
+from lockstep_engine.gpu_codes import Codes
 from lockstep_engine.kernels import triton_coded, triton_linear
-from lockstep_engine.kernels.triton_coded import Codes
+from lockstep_engine.quantized.coded import pack
 from packers import NF4
 from test_exact_products import TYPES, close, random
 from triton_device import DEVICE
@@ -26,7 +27,7 @@ def codes(kind, outs, ins, group, seed=0):
         bytes_ = torch.randint(-128, 128, (outs, ins), generator=generator).to(torch.int8)
         made = Codes(bytes_, scales, group, per_127=kind.endswith("127"))
     else:
-        words = triton_coded.pack(torch.randint(0, 16, (outs, ins), generator=generator).to(torch.uint8))
+        words = pack(torch.randint(0, 16, (outs, ins), generator=generator).to(torch.uint8))
         made = Codes(words, scales, group)
         if kind == "symmetric":
             made = dataclasses.replace(made, shift=8.0)
@@ -97,7 +98,7 @@ def test_every_code_becomes_the_value_that_loading_gives(kind, dtype):
     weight = codes(kind, count, 16, 16)
     if weight.packed:
         every = torch.arange(16, dtype=torch.uint8).repeat_interleave(16).view(16, 16)
-        weight = dataclasses.replace(weight, codes=triton_coded.pack(every).to(DEVICE))
+        weight = dataclasses.replace(weight, codes=pack(every).to(DEVICE))
     else:
         every = torch.arange(-128, 128).to(torch.int8)[:, None].repeat(1, 16)
         weight = dataclasses.replace(weight, codes=every.to(DEVICE))
@@ -106,7 +107,7 @@ def test_every_code_becomes_the_value_that_loading_gives(kind, dtype):
 
 
 def test_words_have_the_first_input_in_the_lowest_bits():
-    word = triton_coded.pack(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]], dtype=torch.uint8))
+    word = pack(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]], dtype=torch.uint8))
     assert word.tolist() == [[0x87654321 - 2**32]]
 
 

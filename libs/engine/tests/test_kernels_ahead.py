@@ -2,6 +2,7 @@
 
 import threading
 
+import packers
 import pytest
 import torch
 from checkpoints import make
@@ -11,6 +12,8 @@ from lockstep_engine.gpu_calls import plain_calls
 from lockstep_engine.kernels.ahead import Ahead
 from lockstep_engine.model_config import inspect_model
 from lockstep_engine.models import build_model
+from lockstep_engine.weights import load_weights
+from test_integer_weights import W4, twin
 from triton.runtime.cache import triton_key
 from triton_device import DEVICE
 
@@ -57,6 +60,21 @@ def test_what_a_plain_model_launches_is_known_before_its_weights_are_there(tmp_p
     for call in calls:
         if call.kernel != "clock":  # Triton's interpreter has none
             call.launch(DEVICE)
+
+
+def test_weights_that_stay_codes_have_launches_of_their_own(tmp_path):
+    info = inspect_model(EngineConfig(model=str(twin(tmp_path, "llama", W4, packers.packed)[0])))
+    model, calls = build_model(info, Alone(), torch.float32), []
+
+    def note():
+        calls.extend(plain_calls(model.module, model.hidden_act, torch.float32, exact=True, compressed=False))
+
+    load_weights(model.module, info, DEVICE, codes_on_gpu=True, on_formed=note)
+    assert sum(call.kernel == "linear" for call in calls) == 1  # of the head
+    coded = [call for call in calls if call.kernel == "coded"]
+    assert {str(call.arguments[3]) for call in coded} == {"4 bits, groups of 32", "4 bits, groups of 32, zeros"}
+    for call in coded:
+        call.launch(DEVICE)
 
 
 def test_other_models_are_not_known(tmp_path):

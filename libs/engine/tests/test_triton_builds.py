@@ -102,12 +102,18 @@ def test_the_exact_modes_kernels_build_and_products_are_built_for_few_numbers_of
     # in each form, of which GPUs with little memory have one already; of 32 bits one tile in three forms.
     assert report["products"] == 2 * (7 if arch in (86, 89) else 8) + 3
     assert {usage["kernel"] for usage in report["used"]} == {
-        "_attend_exact", "_fold_segments", "_grouped", "_linear", "_softmax", "_sum_rows",
+        "_attend_exact", "_coded", "_fold_segments", "_grouped", "_linear", "_softmax", "_sum_rows",
     }  # fmt: skip
+    assert report["coded"] == 3 * (3 + 4)  # tiles in one segment, and in several
     for usage in report["used"]:
         counters = 0
+        if usage["kernel"] == "_coded":
+            assert usage["spilled_bytes"] <= 32
+            assert usage["shared_bytes"] <= 99 * 1024
+            assert not count(usage, "STS.U8", "LDG.E.U8", "LDG.E.S8")  # nothing moves byte by byte
         if usage["kernel"] in ("_linear", "_grouped"):
             assert usage["spilled_bytes"] <= (16 if arch == 100 else 0)  # of one tile, with 72 registers
+        if usage["kernel"] in ("_coded", "_linear", "_grouped"):
             counters = count(usage, "ATOMG.E.ADD.STRONG.GPU")  # of integers: how many segments are there
             assert counters <= 1
         assert count(usage, "ATOMG", "RED.") == counters, usage["kernel"]

@@ -181,7 +181,7 @@ class PlainEnds:
 
 
 def _packed(linear: ColumnLinear | RowLinear) -> cpu.PackedLinear:
-    assert linear.packed is not None
+    assert isinstance(linear.packed, cpu.PackedLinear)
     return linear.packed
 
 
@@ -284,7 +284,7 @@ class FusedDecoder:
             and embedding.group.size == 1
             and embedding.scale is None
             and isinstance(head, VocabHead)
-            and head.packed is not None
+            and isinstance(head.packed, cpu.PackedLinear)
         ):
             self._ends = PlainEnds(embedding.weight, self._norm, head.packed, self._cosine, self._sine)
 

@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from lockstep_engine import rowwise
 from lockstep_engine.distributed import Collectives
+from lockstep_engine.gpu_codes import CodedWeight
 from lockstep_engine.kernels import cpu
-from lockstep_engine.quantized.coded import CodeForm
+from lockstep_engine.quantized.coded import IN_WORD, CodeForm
 from lockstep_engine.virtual_shards import add_in_tree
 
 
@@ -83,7 +84,8 @@ class ColumnLinear(nn.Module):
         self.scales: nn.Parameter | None = None
         self.zeros: nn.Parameter | None = None
         self.code_form: CodeForm | None = None
-        self.packed: cpu.PackedLinear | None = None
+        self.codes_on_gpu = False
+        self.packed: cpu.PackedLinear | CodedWeight | None = None
         self.pieces: dict[str, list[Piece]] = {}
         for name in ("weight", "bias") if bias else ("weight",):
             is_transposed = transposed and name == "weight"
@@ -117,12 +119,22 @@ def _pack(weight: nn.Parameter, bias: torch.Tensor | None, parts: int = 1) -> cp
     return packed
 
 
-def keep_codes(layer: "ColumnLinear | RowLinear | VocabHead", form: CodeForm) -> None:
+def keep_codes(layer: "ColumnLinear | RowLinear | VocabHead", form: CodeForm, *, on_gpu: bool = False) -> None:
     """Before the layer's memory is allocated: let its weight be codes, and give it `scales` [out, groups] and, where
-    codes have four bits, `zeros`. Only the CPU kernels compute with them.
+    codes have four bits, `zeros`. Only kernels compute with them.
+
+    Args:
+        layer: whose weight is still [out, in].
+        form: of its codes.
+        on_gpu: the kernels are the GPU's: codes of four bits are words [out, in / 8] from the beginning, as memory that
+            is allocated there is taken.
     """
     out, inside = layer.weight.shape
-    layer.weight.data = layer.weight.data.to(torch.int8 if form.table is None else torch.uint8)
+    if on_gpu and form.table is not None:
+        layer.weight.data = layer.weight.data.new_empty(out, inside // IN_WORD, dtype=torch.int32)
+    else:
+        layer.weight.data = layer.weight.data.to(torch.int8 if form.table is None else torch.uint8)
+    layer.codes_on_gpu = on_gpu
     scales = torch.empty(out, form.groups(inside), dtype=torch.float32, device=layer.weight.device)
     layer.scales = nn.Parameter(scales, requires_grad=False)
     if form.table is not None:
@@ -132,12 +144,18 @@ def keep_codes(layer: "ColumnLinear | RowLinear | VocabHead", form: CodeForm) ->
 
 def _pack_codes(
     layer: "ColumnLinear | RowLinear | VocabHead", bias: torch.Tensor | None, parts: int = 1
-) -> cpu.PackedLinear:
+) -> cpu.PackedLinear | CodedWeight:
     """As `_pack`, of a layer that keeps codes."""
     form, scales, inside = layer.code_form, layer.scales, layer.weight.shape[1]
     assert form is not None
     assert scales is not None
-    weight: torch.Tensor = layer.weight
+    weight: torch.Tensor = layer.weight.data
+    if layer.codes_on_gpu:
+        coded = CodedWeight(weight, scales.data, None if layer.zeros is None else layer.zeros.data, form, bias)
+        for other in (scales, layer.zeros):
+            if other is not None:
+                other.data = other.data.new_empty(0)
+        return coded
     codes = cpu.Codes(scales, form.group or inside, per_127=form.per_127)
     if form.table is not None:
         assert layer.zeros is not None
@@ -240,7 +258,8 @@ class RowLinear(nn.Module):
         self.scales: nn.Parameter | None = None
         self.zeros: nn.Parameter | None = None
         self.code_form: CodeForm | None = None
-        self.packed: cpu.PackedLinear | None = None
+        self.codes_on_gpu = False
+        self.packed: cpu.PackedLinear | CodedWeight | None = None
         full_size = length * group.size
         self.pieces = {
             "weight": [Piece(f"{source}.weight", 1, start, length, 0, full_size=full_size, transposed=transposed)]
@@ -250,14 +269,17 @@ class RowLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[…, in / tp] → […, out]."""
-        alone = self.group.size == 1
-        if self.packed and alone:
-            return self.packed(x)
+        alone, packed = self.group.size == 1, self.packed
+        if packed and alone:
+            return packed(x)
+        if isinstance(packed, CodedWeight):
+            out = self.group.all_reduce(packed(x))
+            return out if self.bias is None else out + self.bias
         if not x.is_cpu or (alone and self.parts == 1):  # torch rounds a 16-bit product once if it adds the bias itself
             out = functional.linear(x, self.weight, self.bias if alone else None)
             out = self.group.all_reduce(out)
             return out if alone or self.bias is None else out + self.bias
-        return self.complete(self.packed.wide(x) if self.packed else self._product(x)).to(x.dtype)
+        return self.complete(packed.wide(x) if packed else self._product(x)).to(x.dtype)
 
     def complete(self, own: torch.Tensor) -> torch.Tensor:
         """The result from the sum over this rank's input features, both [..., out] in float32; on the CPU."""
@@ -364,8 +386,9 @@ class VocabHead(nn.Module):
         self.scales: nn.Parameter | None = None
         self.zeros: nn.Parameter | None = None
         self.code_form: CodeForm | None = None
+        self.codes_on_gpu = False
         self.tied = False
-        self.packed: cpu.PackedLinear | None = None
+        self.packed: cpu.PackedLinear | CodedWeight | None = None
         self.pieces = {"weight": [Piece(f"{source}.weight", 0, start, kept, 0, full_size=vocab_size)]}
         if bias:
             self.pieces["bias"] = [Piece(f"{source}.bias", 0, start, kept, 0, full_size=vocab_size)]

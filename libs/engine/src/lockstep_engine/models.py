@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from lockstep_engine import gpu_codes
 from lockstep_engine.architectures import ARCHITECTURES, USUAL_SPLIT_PLAN
 from lockstep_engine.attention import StepAttention
 from lockstep_engine.distributed import Collectives
@@ -90,11 +91,14 @@ class BuiltModel:
             self.decoder = GpuDecoder(self.module, context_length)
         return self.decoder is not None
 
-    def launch_experts(self, most_tokens: int) -> None:
-        """Launch a mixture's kernels in every form that steps of up to so many tokens have; other models have none."""
-        from lockstep_engine.gpu_experts import launch_all  # noqa: PLC0415 - it builds on Triton
+    def launch_products(self, dtype: torch.dtype, most_tokens: int) -> None:
+        """Launch the kernels of a mixture, and those of weights that stay codes, in every form that steps of up to so
+        many tokens have; other models have none. `dtype`: of the activations.
+        """
+        from lockstep_engine import gpu_experts  # noqa: PLC0415 - it builds on Triton
 
-        launch_all(self.module, most_tokens)
+        gpu_experts.launch_all(self.module, most_tokens)
+        gpu_codes.launch_all(self.module, dtype, most_tokens)
 
     def logits(self, ids: torch.Tensor, attention: StepAttention, rows: torch.Tensor) -> torch.Tensor:
         """Run the step.
@@ -117,7 +121,8 @@ class BuiltModel:
         """As `logits`, by the model's own code and torch, without the GPU's kernels: for a model on them."""
         from lockstep_engine.gpu_experts import experts_by_own_code  # noqa: PLC0415 - it builds on Triton
 
-        with intercepted() if ids.is_cpu else nullcontext(), experts_by_own_code(self.module):
+        alone = intercepted() if ids.is_cpu else nullcontext()
+        with alone, experts_by_own_code(self.module), gpu_codes.codes_by_torch(self.module):
             return self._by_modules(ids, attention, rows)
 
     def _by_modules(self, ids: torch.Tensor, attention: StepAttention, rows: torch.Tensor) -> torch.Tensor:

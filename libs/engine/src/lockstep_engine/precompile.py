@@ -124,7 +124,8 @@ def _calls(task: Task) -> Iterator["launches.Call"]:  # type: ignore[name-define
                         plain=widths.plain,
                         compressed=compressed,
                     )
-                    for call in launches.calls(shape):
+                    codes = launches.usual_coded_calls(shape) if widths.plain else []
+                    for call in (*launches.calls(shape), *codes):
                         if call not in seen:
                             seen.add(call)
                             yield call
@@ -235,6 +236,8 @@ def usage_of(arch: int, model: str) -> list[Usage]:
         triton.knobs.cache.dir = folder
         PaperDriver(arch, note=note).install()
         for call in _calls(Task(arch, (_widths(model),), (1,), ("bfloat16",), (True,), Path(folder), 0, 1)):
+            if call.kernel == "coded" and (call.arguments[2] or call.arguments[3].per_127):
+                continue  # a bias or a factor more than another
             form = " ".join(map(str, call.arguments)).replace("torch.", "")
             call.launch(torch.device("cpu"))
     return found

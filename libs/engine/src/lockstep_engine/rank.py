@@ -47,6 +47,7 @@ from lockstep_engine.device_choice import pick_device, pick_dtype
 from lockstep_engine.device_failures import is_out_of_memory
 from lockstep_engine.device_marks import DeviceMarks, marks_of
 from lockstep_engine.device_timer import DeviceTimer, Timestamp
+from lockstep_engine.gpu_codes import coded_weights
 from lockstep_engine.graphs import BuildCounter, DecodeInputs, GraphedStep
 from lockstep_engine.host_memory import HostMemory
 from lockstep_engine.kernels import cpu, gpu, prebuilt
@@ -63,7 +64,7 @@ from lockstep_engine.self_test import SelfTest
 from lockstep_engine.sizes import collective_bytes
 from lockstep_engine.step_recorder import StepRecorder
 from lockstep_engine.transfers import to_device, to_device_at_once
-from lockstep_engine.weights import load_weights
+from lockstep_engine.weights import load_weights, widen_codes
 
 logger = logging.getLogger("lockstep.engine")
 
@@ -379,16 +380,27 @@ class Rank:
 
     def _load(self, phases: "_PhaseTimer") -> bool:
         """Read the weights and choose what computes. Returns whether the GPU's kernels do."""
-        model = self._spec.model
-        kernels = self._build_ahead()
-        load_weights(self.model.module, model, self._device, self._report_loading())
+        model, kernels = self._spec.model, list[Ahead]()
+        load_weights(
+            self.model.module,
+            model,
+            self._device,
+            self._report_loading(),
+            codes_on_gpu=gpu.usable(self._device, self._dtype, self.model.head_dim),
+            on_formed=lambda: kernels.extend(self._build_ahead()),
+        )
         phases.end("load")
-        if kernels is not None:
-            kernels.wait()
-        by_kernels = self._by_kernels()
+        for each in kernels:
+            each.wait()
+        by_kernels, kept = self._by_kernels(), coded_weights(self.model.module)
         if by_kernels:
             self.model.fuse_on_gpu(model.context_length)
             self._time_collectives()
+            if kept:
+                kept_bytes = sum(each.nbytes for each in kept)
+                logger.info("%d quantized weights stay codes on the GPU: %.1f MiB", len(kept), kept_bytes / 2**20)
+        elif kept:
+            widen_codes(self.model.module, self._dtype)
         elif self._device.type == "cpu" and self._dtype is torch.float32 and cpu.build is not None:
             self.model.fuse(model.context_length)
         phases.end("kernels")
@@ -401,10 +413,10 @@ class Rank:
 
             self._marks.clock = CollectiveClock(TritonClockStream(self._device))
 
-    def _build_ahead(self) -> Ahead | None:
-        """Begin to build the GPU's kernels, if they can serve; None: they cannot."""
+    def _build_ahead(self) -> list[Ahead]:
+        """Begin to build the GPU's kernels; none if they cannot serve."""
         if gpu.problem(self._device, self._dtype, self.model.head_dim) is not None:
-            return None
+            return []
         model, compressed = self.model, self._spec.config.hot_window is not None
         form = model.module, model.hidden_act, self._dtype
         try:
@@ -412,10 +424,10 @@ class Rank:
 
             prebuilt.activate()
             calls = plain_calls(*form, exact=self._deterministic, compressed=compressed)
-            return Ahead(calls, self._device, self._spec.threads)
+            return [Ahead(calls, self._device, self._spec.threads)]
         except Exception as error:  # of Triton; `_by_kernels` meets it again, and decides
             logger.debug("kernels are not built ahead: %s", type(error).__name__)
-            return None
+            return []
 
     def _launch_all_forms(self, *, by_kernels: bool) -> None:
         """Launch the kernels whose form follows the step, so that none is built while serving; without kernels it
@@ -425,7 +437,7 @@ class Rank:
             return
         if self._sampler is not None:
             self._sampler.launch_all(self._dtype, self._spec.config.tp)
-        self.model.launch_experts(self._spec.config.step_tokens)
+        self.model.launch_products(self._dtype, self._spec.config.step_tokens)
 
     def _measure_largest_step(self) -> int:
         """Bytes that a step takes at most on a GPU beside the KV cache; 0 on the CPU."""

@@ -15,11 +15,13 @@ from lockstep_common.freed_memory import return_freed_memory
 from torch import nn
 
 from lockstep_engine.architectures import ARCHITECTURES
+from lockstep_engine.gpu_codes import CodedWeight
 from lockstep_engine.interception import intercepted
 from lockstep_engine.kernels import cpu
+from lockstep_engine.kernels.tiles import LEAST_GROUP
 from lockstep_engine.linear import ColumnLinear, Piece, RowLinear, VocabEmbedding, VocabHead, keep_codes
 from lockstep_engine.model_config import ModelInfo, refuse
-from lockstep_engine.quantized.coded import CodedMatrix, CodeForm, KeptCodes, StoredWeight
+from lockstep_engine.quantized.coded import IN_WORD, CodedMatrix, CodeForm, KeptCodes, StoredWeight, pack
 from lockstep_engine.quantized.opening import has_weight, open_weight
 from lockstep_engine.quantized.tensors import Tensors
 from lockstep_engine.weight_stream import CHUNK_BYTES, Chunk, chunks, copy_chunks
@@ -169,6 +171,9 @@ def load_weights(
     info: ModelInfo,
     device: torch.device,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+    *,
+    codes_on_gpu: bool = False,
+    on_formed: Callable[[], None] = lambda: None,
 ) -> None:
     """Allocate every parameter of `model`, which is on the meta device, on `device`, and read its values.
 
@@ -176,7 +181,12 @@ def load_weights(
     of float32: the kernels widen them exactly, so that every result has the bits that widened weights would give.
 
     Args:
+        model: narrowed to this rank.
+        info: the checkpoint.
+        device: of the parameters.
         on_progress: called with the bytes loaded so far and in total.
+        codes_on_gpu: a GPU's kernels will compute: codes of 8 or 4 bits stay so for them, in a model of any type.
+        on_formed: called when it is known which weights stay codes, before memory is allocated.
 
     Raises:
         LockstepError: a tensor is missing or has the wrong shape.
@@ -184,8 +194,9 @@ def load_weights(
     checkpoint = Checkpoint(info)
     buffers = _unsaved_buffers(model)
     _settle_tied(model, checkpoint)
-    if device.type == "cpu" and cpu.build is not None:
-        _keep_narrow(model, checkpoint)
+    if codes_on_gpu or (device.type == "cpu" and cpu.build is not None):
+        _keep_narrow(model, checkpoint, on_gpu=codes_on_gpu)
+    on_formed()
     model.to_empty(device=device)
     with intercepted() if device.type == "cpu" else nullcontext():  # equal tables on every CPU
         for module in buffers:
@@ -276,7 +287,8 @@ def _kept_bytes(entry: tuple[nn.Module, str, torch.Tensor]) -> int:
     """Bytes that a parameter takes when it is packed."""
     module, _, parameter = entry
     if isinstance(module, Product) and module.code_form is not None and parameter is module.weight:
-        return parameter.nbytes * module.code_form.bits // 8
+        # A GPU's codes are packed from the beginning.
+        return parameter.nbytes if module.codes_on_gpu else parameter.nbytes * module.code_form.bits // 8
     return parameter.nbytes
 
 
@@ -299,25 +311,27 @@ def _settle_tied(model: nn.Module, checkpoint: Checkpoint) -> None:
         head.untie()
 
 
-def _keep_narrow(model: nn.Module, checkpoint: Checkpoint) -> None:
+def _keep_narrow(model: nn.Module, checkpoint: Checkpoint, *, on_gpu: bool) -> None:
     """Give float32 weights that only our own layers read the 16 bits or the codes of the checkpoint, before they are
-    allocated. Embeddings and experts that are quantized are widened. A head that is such an embedding has the codes
-    beside it, since a product reads all of them and a look-up one row.
+    allocated; on a GPU the codes alone, to weights of any type. Embeddings and experts that are quantized are widened.
+    A head that is such an embedding has the codes beside it, since a product reads all of them and a look-up one row.
     """
     for module in model.modules():
         if isinstance(module, Product | VocabEmbedding):
             weight = module.weight
             pieces = [piece for piece in module.pieces["weight"] if piece.length > 0]
-            if weight.dtype is not torch.float32:
+            if weight.dtype is not torch.float32 and not on_gpu:
                 continue
-            if (narrow := checkpoint.narrow_dtype(pieces)) is not None:
+            if not on_gpu and (narrow := checkpoint.narrow_dtype(pieces)) is not None:
                 weight.data = weight.data.to(narrow)
             elif not isinstance(module, VocabEmbedding) and (form := checkpoint.code_form(pieces)) is not None:
                 parts = module.parts if isinstance(module, RowLinear) else 1
-                if (form := form.fitting(module.in_features // parts, cpu.IN_WORD)) is not None:
+                if on_gpu and (form.group or LEAST_GROUP) % LEAST_GROUP:
+                    continue
+                if (form := form.fitting(module.in_features // parts, IN_WORD)) is not None:
                     if isinstance(module, VocabHead) and module.tied:
                         module.untie()
-                    keep_codes(module, form)
+                    keep_codes(module, form, on_gpu=on_gpu)
 
 
 def fill_codes(checkpoint: Checkpoint, layer: Product) -> None:
@@ -328,8 +342,11 @@ def fill_codes(checkpoint: Checkpoint, layer: Product) -> None:
     assert layer.scales is not None
     for piece in layer.pieces["weight"]:
         if piece.length > 0:
-            kept = checkpoint.codes(piece, list(layer.weight.shape), layer.code_form)
-            layer.weight.data.narrow(piece.dim, piece.offset, piece.length).copy_(kept.codes)
+            kept = checkpoint.codes(piece, [len(layer.weight), layer.in_features], layer.code_form)
+            in_word = layer.in_features // layer.weight.shape[1]
+            codes = kept.codes if in_word == 1 else pack(kept.codes.to(layer.weight.device))
+            unit = in_word if piece.dim == 1 else 1
+            layer.weight.data.narrow(piece.dim, piece.offset // unit, piece.length // unit).copy_(codes)
             rows = (piece.offset, piece.length) if piece.dim == 0 else (0, len(layer.weight))
             layer.scales.data.narrow(0, *rows).copy_(kept.scales)
             if kept.zeros is not None:
@@ -340,6 +357,22 @@ def fill_codes(checkpoint: Checkpoint, layer: Product) -> None:
         for parameter in (layer.weight, layer.scales, layer.zeros):
             if parameter is not None:
                 parameter.data[existing:] = parameter.data[:1]
+
+
+def widen_codes(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give layers that keep codes for a GPU's kernels their values instead, because no kernel can run after all.
+
+    Args:
+        model: with its weights loaded.
+        dtype: of the values.
+    """
+    for layer in model.modules():
+        if isinstance(layer, Product) and isinstance(layer.packed, CodedWeight):
+            coded = layer.packed
+            weight = torch.empty(len(layer.weight), layer.in_features, dtype=dtype, device=layer.weight.device)
+            for rows in coded.parts():
+                weight[rows] = coded.values(rows)
+            layer.weight.data, layer.packed, layer.code_form = weight, None, None
 
 
 def fill(checkpoint: Checkpoint, pieces: list[Piece], parameter: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ from lockstep_engine.kernels.cpu_structs import (
     PlainStepCall,
     ProductCall,
 )
+from lockstep_engine.quantized.coded import pack
 
 _VERSION = 14
 _PANEL = 32
@@ -39,8 +40,6 @@ _PAIRS = 4
 """Its kind of a packed bfloat16 weight."""
 _INT8, _INT8_PER_127, _FOUR_BITS, _FOUR_BITS_OFFSETS = 5, 6, 7, 8
 """Its kinds of a packed weight of codes."""
-IN_WORD = 8
-"""`IN_WORD` of cpu.c: codes of four bits in a word."""
 WIDEN = 3
 """`WIDEN` of cpu.c."""
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -375,7 +374,7 @@ class PackedLinear:
         self.out_features, inputs = weight.shape
         assert inputs % parts == 0
         assert (weight.dtype in (torch.int8, torch.uint8)) == (codes is not None)
-        self._panels = _panels(weight if codes is None or codes.table is None else _words(weight))
+        self._panels = _panels(weight if codes is None or codes.table is None else pack(weight))
         self._bias = None if bias is None else bias.float().contiguous()
         self._threads = torch.get_num_threads()
         self._scales = self._offsets = self._table = None
@@ -444,13 +443,6 @@ def _packed_kind(dtype: torch.dtype, codes: Codes | None) -> int:
 
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _words(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of four bits [out, in] as int32 [out, in / IN_WORD], the first in the lowest bits."""
-    fields = codes.reshape(len(codes), -1, IN_WORD // 2, 2)
-    words: torch.Tensor = (fields[..., 0] | fields[..., 1] << 4).view(torch.int32)
-    return words.squeeze(-1)
 
 
 def _panels(weight: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,11 @@ import torch
 
 from lockstep_engine.collective_clock import WEIGHTS
 from lockstep_engine.config import HotWindow
+from lockstep_engine.gpu_codes import Codes
 from lockstep_engine.kernels import (
     triton_attention,
     triton_clock,
+    triton_coded,
     triton_compress,
     triton_exact_attention,
     triton_gate,
@@ -29,6 +31,7 @@ from lockstep_engine.kernels import (
 from lockstep_engine.kernels.tiles import PRODUCT_ROWS
 from lockstep_engine.kernels.triton_attention import Paged, Tiles
 from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.quantized.coded import IN_WORD, INTEGERS, CodeForm
 from lockstep_engine.scoring import Scoring
 
 _WIDTH = 256
@@ -59,6 +62,35 @@ class ModelShape:
     """Whether it has the plain Llama shape, for which norms, rotation and gates are kernels too."""
     compressed: bool = True
     """Whether old blocks of KV are stored in eight bits."""
+
+
+@dataclass(frozen=True)
+class CodeKind:
+    """Weights of codes for which a product is compiled alike."""
+
+    bits: int
+    group: int | None
+    """Inputs that share a scale, as far as the kernel looks at them; None: all inputs of a row do."""
+    zeros: bool = False
+    """Whether groups have zero points that differ."""
+    table: bool = False
+    per_127: bool = False
+
+    def __str__(self) -> str:
+        grouped = "a scale a row" if self.group is None else f"groups of {self.group}"
+        more = [name.replace("_", " ") for name in ("zeros", "table", "per_127") if getattr(self, name)]
+        return ", ".join([f"{self.bits} bits", grouped, *more])
+
+
+USUAL_CODES = (
+    CodeForm(None),
+    CodeForm(None, per_127=True),
+    CodeForm(128, table=INTEGERS),
+    CodeForm(64, table=tuple(map(float, range(-8, 8)))),
+)
+"""Forms for which machine code is built ahead, in the order of compressed-tensors' int8, bitsandbytes' int8, AWQ, GPTQ
+and pack-quantized of four bits, and nf4 or fp4.
+"""
 
 
 @dataclass(frozen=True)
@@ -110,6 +142,32 @@ def exact_calls(shape: ModelShape, products: Iterable[tuple[int, int, bool]]) ->
     forms = dict.fromkeys((*_alike(ins, outs), biased) for ins, outs, biased in products)
     others = [each for each in calls(shape) if each.kernel not in ("attend", "compress")]
     return [*attention, *(Call("linear", (*form, shape.dtype)) for form in forms), *others]
+
+
+def coded_calls(products: Iterable[tuple[int, int, bool, CodeForm]], dtype: torch.dtype) -> list[Call]:
+    """The launches of products on weights that stay codes, in any mode.
+
+    Args:
+        products: inputs, outputs, whether there is a bias, and the form of the codes.
+        dtype: of the activations.
+    """
+    found = list[Call]()
+    for ins, outs, biased, form in products:
+        ones, others = _coded_alike(ins, outs)
+        # Whether zero points differ is known when they have been read.
+        for zeros in (False, True) if form.table == INTEGERS else (False,):
+            found.append(Call("coded", (ones, others, biased, _kind(form, ins, zeros=zeros), dtype)))
+    return list(dict.fromkeys(found))
+
+
+def usual_coded_calls(shape: ModelShape) -> list[Call]:
+    """The launches of a model of the plain shape whose linear layers are quantized in a usual form."""
+    heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
+    merged = shape.hidden, (heads + 2 * kv_heads) * dim
+    widths = [(*merged, False), (*merged, True), (heads * dim, shape.hidden, False)]
+    widths += [(shape.hidden, 2 * shape.inner, False), (shape.inner, shape.hidden, False)]
+    products = [(*each, form) for form in USUAL_CODES for each in widths if each[0] % (form.group or 1) == 0]
+    return coded_calls(products, shape.dtype)  # codes stay where a rank's inputs are whole groups
 
 
 def attention_calls(
@@ -215,6 +273,30 @@ def _linear(device: torch.device, ins: int, outs: int, biased: bool, dtype: torc
         triton_linear.product(torch.zeros(1, rows, ins, dtype=dtype, device=device), weight.t().unsqueeze(0), bias)
 
 
+def _coded_alike(ins: int, outs: int) -> tuple[int, int]:
+    """As `_alike`, for codes, whose tiles have other widths."""
+    segmented = triton_linear.segment_of(outs, ins) < ins
+    return (_SEGMENTED_WIDTH if segmented else _WIDTH) + ins % (_WIDTH // 2), _WIDTH + outs % 16
+
+
+def _kind(form: CodeForm, ins: int, *, zeros: bool) -> CodeKind:
+    group = None if form.group is None or form.group >= ins else min(_WIDTH // 2, form.group & -form.group)
+    return CodeKind(form.bits, group, zeros, form.table not in (None, INTEGERS), form.per_127)
+
+
+def _coded(device: torch.device, ins: int, outs: int, biased: bool, kind: CodeKind, dtype: torch.dtype) -> None:
+    codes = torch.zeros(outs, ins, dtype=torch.int8, device=device)
+    if kind.bits == 4:
+        codes = torch.zeros(outs, ins // IN_WORD, dtype=torch.int32, device=device)
+    group = kind.group or ins
+    scales = torch.zeros(-(-ins // group), outs, device=device)
+    table = torch.zeros(16, device=device) if kind.table else None
+    weight = Codes(codes, scales, group, scales if kind.zeros else None, 0.0, table, kind.per_127)
+    bias = torch.zeros(outs, dtype=dtype, device=device) if biased else None
+    for rows in (1, *(most + 1 for most in PRODUCT_ROWS)):
+        triton_coded.product(torch.zeros(rows, ins, dtype=dtype, device=device), weight, bias)
+
+
 def _clock(device: torch.device) -> None:
     for weight in WEIGHTS:
         triton_clock.add_time(torch.zeros(1, dtype=torch.int64, device=device), weight)
@@ -238,6 +320,7 @@ _LAUNCH: dict[str, Callable[..., None]] = {
     "silu_mul": _silu_mul,
     "choose": _choose,
     "linear": _linear,
+    "coded": _coded,
     "product": _product,
     "clock": _clock,
 }

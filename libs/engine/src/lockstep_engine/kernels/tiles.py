@@ -19,6 +19,9 @@ MIN_KEYS_PER_SPLIT = 128
 PRODUCT_ROWS = (16, 64, 128)
 """Most rows of each of the exact mode's tiles of products but the last. With more than the last of these, one program
 has all segments of a sum (`triton_linear`)."""
+LEAST_GROUP = 16
+"""In products on weights of codes (`triton_coded`) a multiple of so many inputs share a scale, or all do: a step of a
+sum has inputs of one group, and the matrix units take 16."""
 _LARGE_SHARED_BYTES = 160 * 1024
 """GPUs have either 99 KiB of shared memory for a program, or at least this."""
 

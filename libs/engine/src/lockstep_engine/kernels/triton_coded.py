@@ -5,22 +5,20 @@ A program widens codes as it reads them, to the values that loading would give: 
 the type of x. They are then multiplied and summed as `triton_linear` does it, in the same segments and in the same
 order, so that a row's bits depend on that row alone, and are those of the widened weight.
 
-Codes of 8 bits are int8. Those of 4 bits are eight neighbouring inputs in a word, the first in the lowest bits.
+Codes of 8 bits are int8. Those of 4 bits are packed in words (`quantized.coded.pack`).
 
 The twin of the kernel is in `tests/twins.py`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
+from lockstep_engine.gpu_codes import Codes
 from lockstep_engine.kernels.tiles import PRODUCT_ROWS
 from lockstep_engine.kernels.triton_linear import WIDE, Split, Tile, add_up, leave, write
-
-IN_WORD = 8
-"""Codes of four bits in a word."""
 
 _NARROW = (
     Tile(outs=64, tokens=16, ins=128, warps=4, stages=4),
@@ -29,84 +27,22 @@ _NARROW = (
 """As in `triton_linear`, for as many rows."""
 _BROAD = Tile(outs=128, tokens=128, ins=64, warps=8, stages=3)
 """For more rows. Wider tiles lack registers for the codes."""
-LEAST_SHARED = 16
-"""Least inputs of a step of the sum, as the matrix units take them: a group has a multiple of them, or all inputs."""
 
 
-@dataclass(frozen=True)
-class Codes:
-    """A weight [out, in] as the kernel reads it."""
-
-    codes: torch.Tensor
-    """Contiguous: int8 [out, in], or int32 [out, in / 8] of packed codes."""
-    scales: torch.Tensor
-    """[groups, out], float32, contiguous."""
-    group: int
-    """Neighbouring inputs that share a scale: a multiple of `LEAST_SHARED`, or all."""
-    zeros: torch.Tensor | None = None
-    """Zero points, integers shaped like `scales`, float32, contiguous; packed codes alone may have them."""
-    shift: float = 0.0
-    """A zero point that all groups have, an integer; packed codes alone may have it."""
-    table: torch.Tensor | None = None
-    """[16], float32: the numbers that packed codes stand for; None: themselves. It comes without zero points."""
-    per_127: bool = False
-    """Values are multiplied by 1 / 127 after their scale."""
-
-    @property
-    def packed(self) -> bool:
-        """Whether codes have four bits."""
-        return self.codes.dtype is torch.int32
-
-    @property
-    def outs(self) -> int:
-        """Output features."""
-        return len(self.codes)
-
-    @property
-    def ins(self) -> int:
-        """Input features."""
-        return self.codes.shape[1] * (IN_WORD if self.packed else 1)
-
-    def __post_init__(self) -> None:
-        """Check shapes and types.
-
-        Raises:
-            ValueError: one is not as above.
-        """
-        tensors = [each for each in (self.codes, self.scales, self.zeros, self.table) if each is not None]
-        if self.codes.dtype not in (torch.int8, torch.int32) or self.codes.dim() != 2 or self.group < 1:
-            raise ValueError("codes are not int8 [out, in] or int32 [out, in / 8], or a group has no inputs")
-        groups = triton.cdiv(self.ins, self.group)
-        if groups > 1 and self.group % LEAST_SHARED:
-            raise ValueError(f"a group has neither all inputs nor a multiple of {LEAST_SHARED}, but {self.group}")
-        shapes = {tuple(each.shape) for each in (self.scales, self.zeros) if each is not None}
-        if shapes != {(groups, self.outs)} or (self.table is not None and self.table.shape != (16,)):
-            raise ValueError(f"scales or zero points are not [{groups}, {self.outs}], or a table has not 16 numbers")
-        if {each.dtype for each in tensors[1:]} != {torch.float32} or not all(each.is_contiguous() for each in tensors):
-            raise ValueError("scales, zero points or table are not float32, or something is not contiguous")
-        has_zeros, has_table = self.zeros is not None or self.shift != 0, self.table is not None
-        if (has_zeros and has_table) or ((has_zeros or has_table) and not self.packed):
-            raise ValueError("codes of 8 bits have zero points or a table, or a table comes with zero points")
-
-
-def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of four bits [out, in], uint8, as words [out, in / 8], int32. The inputs are a multiple of 8."""
-    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).view(torch.int32)
+_RAISED = tl.constexpr(8388608.0)
+"""2^23. A float32 that is so much larger than an integer from 0 to 2^23 - 1 has the integer in its lowest bits: no
+conversion is needed, which is slow on some GPUs, and the difference to another integer is exact.
+"""
 
 
 @triton.jit
-def _float(code):
-    """Integers from 0 to 2^23 - 1 as float32, exactly: conversions of integers are slow on some GPUs."""
-    return (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-
-
-@triton.jit
-def _numbers(
-    codes, table, first, end,
-    even: tl.constexpr, packed: tl.constexpr, tabled: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
+def _values(
+    codes, table, scales, zeros, shift, first, end,
+    even: tl.constexpr, packed: tl.constexpr, zeroed: tl.constexpr, tabled: tl.constexpr, per_127: tl.constexpr,
+    block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """[block_n, block_k], float32: what the codes of inputs from `first` on stand for. `codes`: addresses of rows
-    [block_n, 1]; `table`: [16], or anything.
+    """[block_n, block_k], float32: the values of inputs from `first` on, which are of one group. `codes`: addresses of
+    rows [block_n, 1]; `scales`, `zeros`: addresses of the rows' in the group [block_n]; `table`: [16], or anything.
     """
     at = first // 8 + tl.arange(0, block_k // 8) if packed else first + tl.arange(0, block_k)
     if even:
@@ -114,37 +50,24 @@ def _numbers(
     else:
         read = tl.load(codes + at[None, :], mask=(at < (end // 8 if packed else end))[None, :], other=0)
     if packed:
-        fields = (read[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
-        if tabled:
-            number = tl.gather(table, tl.reshape(fields, (block_n * block_k,)), 0)
-            number = tl.reshape(number, (block_n, block_k))
-        else:
-            number = _float(tl.reshape(fields, (block_n, block_k)))
+        code = (read[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
+        code = tl.reshape(code, (block_n * block_k,) if tabled else (block_n, block_k))
     else:
-        number = _float(read.to(tl.int32) + 128) - 128.0
-    return number
-
-
-@triton.jit
-def _values(number, scales, zeros, shift, zeroed: tl.constexpr, shifted: tl.constexpr, per_127: tl.constexpr):
-    """The values of numbers [block_n, block_k] of one group, float32. `scales`, `zeros`: addresses of those of the
-    rows [block_n].
-    """
-    if zeroed:
-        number -= tl.load(zeros)[:, None]
-    if shifted:
-        number -= shift
+        code = read.to(tl.int32) + 128
+    if tabled:
+        number = tl.reshape(tl.gather(table, code, 0), (block_n, block_k))
+    else:
+        number = (code | 0x4B000000).to(tl.float32, bitcast=True)
+        number -= (tl.load(zeros)[:, None] if zeroed else shift) + _RAISED
     value = number * tl.load(scales)[:, None]
-    if per_127:
-        value *= 0.007874015748031496
-    return value
+    return value * 0.007874015748031496 if per_127 else value
 
 
 @triton.jit
 def _sum_coded(
     codes, scales, zeros, table, shift, group, outs, x, present, begin, end, segment,
-    even: tl.constexpr, segmented: tl.constexpr, packed: tl.constexpr, zeroed: tl.constexpr, shifted: tl.constexpr,
-    tabled: tl.constexpr, per_127: tl.constexpr, block_n: tl.constexpr, block_t: tl.constexpr, block_k: tl.constexpr,
+    even: tl.constexpr, segmented: tl.constexpr, packed: tl.constexpr, zeroed: tl.constexpr, tabled: tl.constexpr,
+    per_127: tl.constexpr, block_n: tl.constexpr, block_t: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     """As `triton_linear`'s sum of products, of rows of codes [block_n, 1]. `scales`, `zeros`: addresses of those of the
     rows in the first group [block_n].
@@ -157,9 +80,11 @@ def _sum_coded(
         table = tl.load(table + tl.arange(0, 16))
     for first in range(begin, end, block_k):
         at = first + k
-        number = _numbers(codes, table, first, end, even, packed, tabled, block_n, block_k)
         own = (first // group).to(tl.int64) * outs
-        value = _values(number, scales + own, zeros + own, shift, zeroed, shifted, per_127)
+        value = _values(
+            codes, table, scales + own, zeros + own, shift, first, end,
+            even, packed, zeroed, tabled, per_127, block_n, block_k,
+        )  # fmt: skip
         if even:
             columns = tl.load(x + at[:, None], mask=present[None, :], other=0.0)
         else:
@@ -180,10 +105,12 @@ def _sum_coded(
 def _coded(
     out, x, codes, scales, zeros, table, bias, parts, counters, tokens, outs, ins, segment, count, group, shift,
     even: tl.constexpr, biased: tl.constexpr, segmented: tl.constexpr, split: tl.constexpr,
-    packed: tl.constexpr, zeroed: tl.constexpr, shifted: tl.constexpr, tabled: tl.constexpr, per_127: tl.constexpr,
+    packed: tl.constexpr, zeroed: tl.constexpr, tabled: tl.constexpr, per_127: tl.constexpr,
     block_n: tl.constexpr, block_t: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """`split`: each of the `count` segments has a program."""
+    """`split`: each of the `count` segments has a program. `shift`: what is subtracted from codes without zero points,
+    where those of 8 bits begin at 0.
+    """
     tile = tl.program_id(1) // count if split else tl.program_id(1)
     t = (tl.program_id(0) * block_t + tl.arange(0, block_t)).to(tl.int64)
     n = (tile * block_n + tl.arange(0, block_n)).to(tl.int64)
@@ -199,7 +126,7 @@ def _coded(
         end = tl.minimum(begin + segment, ins)
         acc = _sum_coded(
             code_rows, scales + row, zeros + row, table, shift, group, outs, x_rows, present, begin, end, segment,
-            even, False, packed, zeroed, shifted, tabled, per_127, block_n, block_t, block_k,
+            even, False, packed, zeroed, tabled, per_127, block_n, block_t, block_k,
         )  # fmt: skip
         counter = counters + tile * tl.num_programs(0) + tl.program_id(0)
         size = tokens.to(tl.int64) * outs
@@ -209,7 +136,7 @@ def _coded(
     else:
         acc = _sum_coded(
             code_rows, scales + row, zeros + row, table, shift, group, outs, x_rows, present, 0, ins, segment,
-            even, segmented, packed, zeroed, shifted, tabled, per_127, block_n, block_t, block_k,
+            even, segmented, packed, zeroed, tabled, per_127, block_n, block_t, block_k,
         )  # fmt: skip
         write(out, at, stored, acc, bias, n, outs, biased)
 
@@ -245,10 +172,10 @@ def product(x: torch.Tensor, weight: Codes, bias: torch.Tensor | None = None) ->
     _coded[rows, columns * split.programs](
         out, x, weight.codes, scales, scales if weight.zeros is None else weight.zeros,
         scales if table is None else table, x if bias is None else bias.contiguous(), split.parts, split.counters,
-        tokens, outs, ins, split.segment, split.count, weight.group, weight.shift,
+        tokens, outs, ins, split.segment, split.count, weight.group, weight.shift if weight.packed else 128.0,
         even=ins % tile.ins == 0, biased=bias is not None, segmented=split.count > 1, split=split.programs > 1,
-        packed=weight.packed, zeroed=weight.zeros is not None, shifted=weight.shift != 0, tabled=table is not None,
-        per_127=weight.per_127, block_n=tile.outs, block_t=tile.tokens, block_k=tile.ins,
+        packed=weight.packed, zeroed=weight.zeros is not None, tabled=table is not None, per_127=weight.per_127,
+        block_n=tile.outs, block_t=tile.tokens, block_k=tile.ins,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out

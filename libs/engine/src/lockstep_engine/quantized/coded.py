@@ -81,6 +81,8 @@ class KeptCodes:
     """Shaped like `scales`, float32; only with a table."""
 
 
+IN_WORD = 8
+"""Codes of four bits in a word, those of neighbouring inputs, the first in the lowest bits; also in cpu.c."""
 INTEGERS = tuple(map(float, range(16)))
 """The table of codes of four bits that are integers."""
 
@@ -144,6 +146,13 @@ def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     mask = 2**bits - 1
     fields = [((words >> (bits * number)) & mask).to(torch.uint8) for number in range(count)]
     return torch.stack(fields, dim + 1).flatten(dim, dim + 1)
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of four bits [out, in], uint8, as words [out, in / IN_WORD], int32."""
+    fields = codes.contiguous().view(len(codes), -1, IN_WORD // 2, 2)
+    words: torch.Tensor = (fields[..., 0] | fields[..., 1] << 4).view(torch.int32)
+    return words.squeeze(-1)
 
 
 def words_of(part: slice, count: int) -> tuple[slice, slice]:
