@@ -37,8 +37,10 @@ from lockstep_engine.kernels import gpu, triton_attention, triton_linear
 from lockstep_engine.kernels.tiles import LIMITS
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.largest_step import largest_plan
+from lockstep_engine.linear import ColumnLinear, RowLinear, keep_codes
 from lockstep_engine.model_config import ModelInfo
 from lockstep_engine.models import build_model
+from lockstep_engine.quantized.coded import INTEGERS, CodeForm
 from lockstep_engine.sampling import Sampler
 from specs import rank_spec
 from torch.overrides import TorchFunctionMode
@@ -102,8 +104,11 @@ MODELS = {
 }
 """Architecture, layers and configuration: the published shapes."""
 
+CODES = {"int8": CodeForm(None), "int4": CodeForm(128, table=INTEGERS)}
+"""Forms in which weights of layers stay codes; all groups have the same zero point."""
+_CODED = "Llama-3-8B"
 _LARGE = 2**20
-_KERNELS = ("attention", "compress", "exact_attention", "gate", "linear", "norm", "rows", "store")
+_KERNELS = ("attention", "coded", "compress", "exact_attention", "gate", "linear", "norm", "rows", "store")
 _FREE = {
     "empty",
     "new_empty",
@@ -236,9 +241,9 @@ class CountedKernel:
 
 
 class Counted:
-    """One rank of a model of a published shape, with `layers` layers."""
+    """One rank of a model of a published shape, with `layers` layers, whose weights stay codes if `codes` says so."""
 
-    def __init__(self, name, layers, tp, *, exact=False):
+    def __init__(self, name, layers, tp, *, exact=False, codes=None):
         architecture, _, settings = MODELS[name]
         self.cost = Cost()
         self.group = CountingRanks(tp, self.cost)
@@ -262,6 +267,8 @@ class Counted:
             with LargeOnMeta():
                 self.model = build_model(info, self.group, DTYPE)
         self.model.module.to(META)
+        if codes is not None:
+            keep_all(self.model.module, CODES[codes])
         self.model.exact = exact
         triton_linear.counters(META)  # made once, and not by a step
         self.width = info.context_length // BLOCK_SIZE
@@ -329,6 +336,15 @@ class Counted:
         return self.count(work, (rows * CONTEXT + CHUNK) // 2)
 
 
+def keep_all(model, form):
+    """Have the weights of all layers as codes."""
+    for layer in model.modules():
+        if isinstance(layer, ColumnLinear | RowLinear):
+            keep_codes(layer, form, on_gpu=True)
+            layer.zeros = None  # the meta device does not know that all are equal
+            layer.pack()
+
+
 def served_problem(head_dim):
     """Why the kernels do not serve heads of this width on a GPU."""
     kept, gpu.build_problem = gpu.build_problem, lambda: None
@@ -338,9 +354,9 @@ def served_problem(head_dim):
         gpu.build_problem = kept
 
 
-def costs(name, tp, *, layers, exact=False):
+def costs(name, tp, *, layers, exact=False, codes=None):
     """{step: Cost} of a model with so many layers, or why there is none."""
-    counted = Counted(name, layers, tp, exact=exact)
+    counted = Counted(name, layers, tp, exact=exact, codes=codes)
     if counted.problem:
         return counted.problem
     counted.model.fuse_on_gpu(counted.context_length)
@@ -357,9 +373,9 @@ def _counted_or_why(work):
         return f"the host waits for {name} of each expert: cannot be counted, nor recorded"
 
 
-def entry(name, tp, *, exact=False):
+def entry(name, tp, *, exact=False, codes=None):
     """The numbers of a whole model."""
-    few, more = (costs(name, tp, layers=layers, exact=exact) for layers in (2, 3))
+    few, more = (costs(name, tp, layers=layers, exact=exact, codes=codes) for layers in (2, 3))
     if isinstance(few, str):
         return few
     layers = MODELS[name][1]
@@ -375,11 +391,13 @@ def _with_all_layers(two, three, layers):
 
 
 def rows():
-    """(name of a row, model, tp, exact)"""
+    """(name of a row, model, tp, exact, form of codes)"""
     for name in MODELS:
         for tp in TPS:
             for exact in (False, True):
-                yield f"{name} tp {tp}{' exact' if exact else ''}", name, tp, exact
+                yield f"{name} tp {tp}{' exact' if exact else ''}", name, tp, exact, None
+    for codes in CODES:
+        yield f"{_CODED} tp 1 {codes}", _CODED, 1, False, codes
 
 
 _GREEDY = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "logprobs": -1, "min_tokens": 0}
@@ -449,10 +467,10 @@ def main():
     parser.add_argument("--only", help="rows whose name begins so; printed, not written")
     options = parser.parse_args()
     table = {}
-    for row, name, tp, exact in rows():
+    for row, name, tp, exact, codes in rows():
         if row.startswith(options.only or ""):
             began = time.perf_counter()
-            table[row] = entry(name, tp, exact=exact)
+            table[row] = entry(name, tp, exact=exact, codes=codes)
             print(row, table[row], f"{time.perf_counter() - began:.1f} s", file=sys.stderr)
     table |= {f"Sampler: {kind}": sampler_entry(kind) for kind in SAMPLERS}
     if not options.only:
@@ -474,6 +492,7 @@ def markdown(table):
         "log probabilities and a grammar in each row. Its launches do not grow with the rows.",
         "With several ranks the device also reads its clock, not counted here: before and after the first eight",
         "collectives, and one in eight of the others.",
+        "int8, int4: weights of layers stay codes, with a scale a row, or in groups of 128; the head is bfloat16.",
         "",
         "| model, ranks | step | torch's operations | Triton's launches | collectives | marks of progress | GB moved |",
         "|---|---|---|---|---|---|---|",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from launch_count import (
+    CODES,
     MODELS,
     SAMPLERS,
     TABLE,
@@ -26,13 +27,13 @@ from lockstep_engine.attention import StepLayout
 from lockstep_engine.graphs import GraphedStep
 
 COMMITTED = json.loads(TABLE.read_text(encoding="utf-8"))
-ROWS = {row: (name, tp, exact) for row, name, tp, exact in rows()}
+ROWS = {row: case for row, *case in rows()}
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_step_launches_what_the_table_says(row):
-    name, tp, exact = ROWS[row]
-    assert entry(name, tp, exact=exact) == COMMITTED[row]
+    name, tp, exact, codes = ROWS[row]
+    assert entry(name, tp, exact=exact, codes=codes) == COMMITTED[row]
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.startswith("DeepSeek")])
@@ -42,7 +43,7 @@ def test_decoding_never_waits_for_the_host(row):
 
 def test_the_table_has_these_rows_and_is_the_one_people_read():
     assert list(COMMITTED) == [*ROWS, *(f"Sampler: {kind}" for kind in SAMPLERS)]
-    assert len(ROWS) == 2 * len(MODELS) * len(TPS)
+    assert len(ROWS) == 2 * len(MODELS) * len(TPS) + len(CODES)
     assert TABLE.with_suffix(".md").read_text(encoding="utf-8") == markdown(COMMITTED)
 
 
@@ -98,6 +99,18 @@ def test_each_layer_adds_the_same(name):
         assert {field: numbers[2][field] - numbers[1][field] for field in numbers[0]} == {
             field: numbers[1][field] - numbers[0][field] for field in numbers[0]
         }
+
+
+def test_a_layer_of_codes_is_ten_launches_too():
+    two, three = (costs("Llama-3-8B", 1, layers=layers, codes="int4")["decode 8"] for layers in (2, 3))
+    assert dict(three.names - two.names) == {
+        "_coded": 4,
+        "_add_rms_norm": 2,
+        "_rotate_store": 1,
+        "_attend": 1,
+        "_reduce": 1,
+        "_silu_mul": 1,
+    }
 
 
 def test_a_plain_layer_is_ten_launches():
