@@ -2,7 +2,9 @@
 ready and how many after that, while it serves requests of many lengths: run by `test_triton_builds.py` in a process of
 its own.
 
-    python build_rank.py CHECKPOINT_NAME
+    python build_rank.py CHECKPOINT_NAME [codes]
+
+codes: its layers have 4 bits, in groups with zero points.
 """
 
 import json
@@ -10,15 +12,21 @@ import sys
 import tempfile
 from pathlib import Path
 
+import packers
 from checkpoints import make
 from in_process_rank import InProcessRank
 from lockstep_engine import SamplingParams, kernel_check
+from lockstep_engine.gpu_codes import coded_weights
 from lockstep_engine.kernels import gpu, triton_attention, triton_sampling
 from paper_gpu import PaperGpu
 
 PROCESSORS = 16
 SEQUENCES = 40
 """More than this many processors split the keys of."""
+
+
+def with_zeros(out, inside, seed):
+    return packers.packed(out, inside, zeros="packed", seed=seed)
 
 
 def main():
@@ -35,7 +43,10 @@ def main():
 
     triton_sampling.choose = choose_first
     with tempfile.TemporaryDirectory() as folder:
-        path, _ = make(sys.argv[1], Path(folder))
+        path, _ = make(sys.argv[1], Path(folder) / "made")
+        if sys.argv[2:] == ["codes"]:
+            config = packers.compressed_config("pack-quantized", bits=4, strategy="group", group_size=32)
+            path, _ = packers.quantized_twin(path, Path(folder), config, with_zeros)
         settings = {"max_seqs": SEQUENCES, "max_batch_tokens": 64, "kv_hot_window": 16, "kv_memory_bytes": 2**24}
         with InProcessRank(path, device="cpu", dtype="bfloat16", deterministic=False, threads=1, **settings) as served:
             ready = paper.compiled
@@ -50,6 +61,7 @@ def main():
                 "ready": ready,
                 "later": served.rank.builds.builds,
                 "recorded": list(served.rank.graphs.sizes) if served.rank.graphs else [],
+                "coded": len(coded_weights(served.rank.model.module)),
                 "moves": sum(len(plan.moves) + len(plan.late_moves) for plan in plans),
                 "most_sequences": max(len(plan.lengths) for plan in plans),
             }
