@@ -11,7 +11,7 @@ setup(
         Extension(
             "lockstep_engine.kernels._cpu",
             ["src/lockstep_engine/kernels/cpu.c"],
-            depends=["src/lockstep_engine/kernels/cpu_loops.h"],
+            depends=["src/lockstep_engine/kernels/cpu_loops.h", "src/lockstep_engine/kernels/cpu_integers.h"],
             # Lines for backtraces. Python's own flags ask for all that debuggers use, which takes a third of the time.
             extra_compile_args=["-g1", "-O3", "-fopenmp", "-fno-math-errno", "-ffp-contract=off", "-Wno-psabi"],
             libraries=["m"],

@@ -347,7 +347,7 @@ class AsyncEngine:
             self._remote.open(ready, ranks, blocks.host, [memoryview(each) for each in group.host_memory])
         if self.model.quantization is not None:
             logger.info(
-                "weights are quantized; products are computed in float",
+                "weights are quantized",
                 extra={"method": self.model.quantization.method, "remarks": list(self.model.quantization.remarks)},
             )
         if group is not None:

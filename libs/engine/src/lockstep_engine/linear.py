@@ -156,7 +156,7 @@ def _pack_codes(
             if other is not None:
                 other.data = other.data.new_empty(0)
         return coded
-    codes = cpu.Codes(scales, form.group or inside, per_127=form.per_127)
+    codes = cpu.Codes(scales, form.group or inside, per_127=form.per_127, integers=form.integers)
     if form.table is not None:
         assert layer.zeros is not None
         table, zeros = torch.tensor(form.table), layer.zeros
@@ -172,6 +172,12 @@ def _pack_codes(
         if parameter is not None:
             parameter.data = parameter.data.new_empty(0)
     return packed
+
+
+def multiplies_integers(model: nn.Module) -> bool:
+    """Whether some products of a loaded model are those of integers (see `CodeForm`)."""
+    layers = (each for each in model.modules() if isinstance(each, ColumnLinear | RowLinear | VocabHead))
+    return any(each.code_form is not None and each.code_form.integers for each in layers)
 
 
 class MergedPart(nn.Module):

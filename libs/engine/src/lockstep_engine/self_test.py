@@ -16,6 +16,7 @@ from lockstep_engine.kernel_check import check_kernels
 from lockstep_engine.kernels import cpu, gpu
 from lockstep_engine.kernels.tiles import PRODUCT_ROWS
 from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.linear import multiplies_integers
 from lockstep_engine.models import BuiltModel
 from lockstep_engine.sizes import canary_tokens
 
@@ -106,6 +107,8 @@ class SelfTest:
             )
         elif config.tp_shards > 1:
             description += f" shards {config.tp_shards}"
+        if multiplies_integers(self._model.module):
+            description += " integers"
         if self._device.type == "cpu" and cpu.build is None:
             # torch's routines: a short text does not show whether another machine's agree on every input, nor whether
             # they do for matrices of the width that another number of ranks has.

@@ -178,7 +178,8 @@ def load_weights(
     """Allocate every parameter of `model`, which is on the meta device, on `device`, and read its values.
 
     Where the CPU kernels run, weights that a checkpoint stores in 16 bits or as codes of 8 or 4 bits stay so in a model
-    of float32: the kernels widen them exactly, so that every result has the bits that widened weights would give.
+    of float32: the kernels widen them exactly, so that every result has the bits that widened weights would give. Only
+    where the checkpoint's scheme multiplies integers they do so, too, and results have bits of their own.
 
     Args:
         model: narrowed to this rank.
@@ -326,9 +327,12 @@ def _keep_narrow(model: nn.Module, checkpoint: Checkpoint, *, on_gpu: bool) -> N
                 weight.data = weight.data.to(narrow)
             elif not isinstance(module, VocabEmbedding) and (form := checkpoint.code_form(pieces)) is not None:
                 parts = module.parts if isinstance(module, RowLinear) else 1
+                inputs = module.in_features // parts
                 if on_gpu and (form.group or LEAST_GROUP) % LEAST_GROUP:
                     continue
-                if (form := form.fitting(module.in_features // parts, IN_WORD)) is not None:
+                if form.integers and (on_gpu or not cpu.takes_integers(inputs)):
+                    form = replace(form, integers=False)
+                if (form := form.fitting(inputs, IN_WORD)) is not None:
                     if isinstance(module, VocabHead) and module.tied:
                         module.untie()
                     keep_codes(module, form, on_gpu=on_gpu)

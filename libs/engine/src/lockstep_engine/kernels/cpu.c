@@ -17,7 +17,7 @@ int omp_get_thread_num(void);
 int omp_get_num_threads(void);
 
 /* Raised with every change of a signature or layout, so that the caller can refuse a stale build. */
-const int lockstep_cpu_version = 14;
+const int lockstep_cpu_version = 15;
 
 #define BLOCK 16
 #define LANES 16 /* partial sums of a reduction, in every build */
@@ -25,6 +25,8 @@ const int lockstep_cpu_version = 14;
 #define RUN 64   /* most tokens of a sequence that go through attention together */
 #define WIDEN 3  /* tokens in such a run from which on widening its cold blocks once is faster */
 #define IN_WORD 8 /* codes of four bits in a word: those of neighbouring input features, the first in the lowest bits */
+#define BYTES_IN_WORD 4 /* codes of eight bits in a word, where activations are quantized: those of neighbouring input features */
+#define LEAST 0x1p-100f /* activations that all are smaller are quantized to 0: 127 over them might be no finite number */
 #define PATIENCE 300 /* turns in which a thread waits for others before it yields its core: microseconds */
 #define YIELDS 2000  /* turns in which it yields before it sleeps between two looks: about a millisecond */
 #define SPAN 1024 /* numbers of which the largest is found before its place is */
@@ -44,8 +46,9 @@ const int lockstep_cpu_version = 14;
  * other half, so that a register of 32-bit words is widened to two registers by a shift and by a mask. INT8, in packed weights alone:
  * signed bytes, a value is the code times the scale of its group; INT8_PER_127: times 1 / 127 after that (bitsandbytes). FOUR_BITS, in
  * packed weights alone: a code names one of 16 numbers, a value is the number times the scale of its group; FOUR_BITS_OFFSETS: plus the
- * group's offset, rounded once. Each product is rounded to float32: the bits that widening beforehand gives. */
-enum kind { FLOAT32, BFLOAT16, FLOAT16, E4M3, PAIRS, INT8, INT8_PER_127, FOUR_BITS, FOUR_BITS_OFFSETS };
+ * group's offset, rounded once. Each product is rounded to float32: the bits that widening beforehand gives. INTEGERS, in packed weights
+ * alone: signed bytes, each plus 128, for products with activations that are quantized to 8 bits, too (cpu_integers.h). */
+enum kind { FLOAT32, BFLOAT16, FLOAT16, E4M3, PAIRS, INT8, INT8_PER_127, FOUR_BITS, FOUR_BITS_OFFSETS, INTEGERS };
 
 /* Codes in e4m3 are read as their values divided by 256: half precision with the same fields, where the exponent's top bit and the
  * fraction's lower bits are 0, has that value. */
@@ -97,7 +100,11 @@ struct rope {
  * tile's rows are put side by side before: rows that are a power of two apart would push each other out of the cache. The input
  * features have `parts` equal parts, a power of two. Each is summed for itself, then the parts' sums are added in a balanced tree of
  * neighbours, then the bias: so ranks that have some of the parts each get the same bits together. sums: with more parts than one, room
- * for `sums_size` floats for each thread: (parts - 1) * rows * PANEL, times 4 up to 12 rows. */
+ * for `sums_size` floats for each thread: (parts - 1) * rows * PANEL, times 4 up to 12 rows.
+ *
+ * INTEGERS are [panels, in / BYTES_IN_WORD, PANEL] words with scales [panels, PANEL], and BYTES_IN_WORD divides the input features of a
+ * part, of which there are 2^17 at most: so a sum fits 32 bits. Each part of a row of x is quantized for itself, so that its scale does not
+ * depend on which rank has the other parts. It goes into tiles, which are not null for a single row either. */
 struct linear {
     float *out;
     const float *x;
@@ -137,7 +144,7 @@ struct plain_layer {
 /* A step of such layers. x [rows, hidden] is the residual stream without what the half before the first one adds to it: `delta` of that
  * shape, or null. `result` is what the last half adds. cosine, sine and positions: see struct rope; cells [rows]: where keys and values
  * go in the caches, one for each layer. normed [rows, hidden], wide and inner (the widest of qkv and gate_up, of attention's output and
- * the gated products), tiles (the widest input of each row, or of each wanted one if they are more; unused for one row) and, for each
+ * the gated products), tiles (the widest input of each row, or of each wanted one if they are more) and, for each
  * thread, `scratch` (see lockstep_attention) and `sums` (see struct linear) are room. */
 struct plain_step {
     float *x, *result, *normed, *wide, *inner, *tiles, *sums;
@@ -203,6 +210,8 @@ typedef char bytes __attribute__((vector_size(16)));
 typedef int64_t longs __attribute__((vector_size(16)));
 typedef int32_t ints_512 __attribute__((vector_size(64)));
 typedef int32_t ints_256 __attribute__((vector_size(32)));
+typedef int16_t shorts_512 __attribute__((vector_size(64)));
+typedef int16_t shorts_256 __attribute__((vector_size(32)));
 typedef int64_t unaligned_long __attribute__((aligned(1), may_alias));
 #pragma GCC push_options
 #pragma GCC target("arch=skylake-avx512,prefer-vector-width=512")
@@ -220,6 +229,21 @@ typedef int64_t unaligned_long __attribute__((aligned(1), may_alias));
 #define LOOK_UP(table, words)                                                                                                  \
     ((vec)__builtin_ia32_permvarsf512_mask((float_vec)*(const vec *)(table), (ints_512)(words), (float_vec){}, (uint16_t)-1))
 #include "cpu_loops.h"
+#define NAME(name) name##_avx512
+#define LOOPS(name) name##_avx512
+#define VEC 16
+#define ROWS 12
+#define TOGETHER(rows) ((rows) <= 2 ? 4 : (rows) <= 6 ? 2 : 1)
+#define MULTIPLY_PAIRS(a, b) ((int_vec)__builtin_ia32_pmaddwd512_mask((shorts_512)(a), (shorts_512)(b), (ints_512){}, (uint16_t)-1))
+#include "cpu_integers.h"
+#pragma GCC target("avx512vnni")
+#define NAME(name) name##_avx512vnni
+#define LOOPS(name) name##_avx512
+#define VEC 16
+#define ROWS 12
+#define TOGETHER(rows) ((rows) <= 2 ? 4 : (rows) <= 6 ? 2 : 1)
+#define DOT(sums, codes, x) __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(x)) /* compilers' builtins differ */
+#include "cpu_integers.h"
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("arch=haswell")
@@ -238,6 +262,13 @@ typedef int64_t unaligned_long __attribute__((aligned(1), may_alias));
 #define LOOK_UP(table, words)                                                                                                  \
     ((vec)__builtin_ia32_blendvps256(HALF_TABLE(table, words), HALF_TABLE((table) + VEC, words), (float_vec)((words) << 28)))
 #include "cpu_loops.h"
+#define NAME(name) name##_avx2
+#define LOOPS(name) name##_avx2
+#define VEC 8
+#define ROWS 3
+#define TOGETHER(rows) ((rows) <= 1 ? 2 : 1)
+#define MULTIPLY_PAIRS(a, b) ((int_vec)__builtin_ia32_pmaddwd256((shorts_256)(a), (shorts_256)(b)))
+#include "cpu_integers.h"
 #pragma GCC pop_options
 #endif
 #define NAME(name) name##_plain
@@ -248,6 +279,12 @@ typedef int64_t unaligned_long __attribute__((aligned(1), may_alias));
 #define DOT_OUTPUTS 2
 #define COLUMNS 2
 #include "cpu_loops.h"
+#define NAME(name) name##_plain
+#define LOOPS(name) name##_plain
+#define VEC 4
+#define ROWS 2
+#define TOGETHER(rows) 1
+#include "cpu_integers.h"
 
 struct kernels {
     int64_t tile_rows;
@@ -264,30 +301,40 @@ struct kernels {
     void (*rotate_all)(const struct rope *);
     void (*interleave)(const struct linear *, int64_t, int64_t);
     void (*linear)(const struct linear *, float *, int64_t, int64_t);
+    void (*quantize)(const struct linear *, int64_t, int64_t);
+    void (*multiply_integers)(const struct linear *, float *, int64_t, int64_t);
     void (*multiply)(const struct product *, float *, int64_t, int64_t);
 };
 
-#define KERNELS(set)                                                                                                           \
-    {tile_rows_##set,   attend_##set, compress_##set,   add_rms_norm_##set, layer_norm_##set, softmax_##set, sum_##set, largest_##set, \
-     silu_mul_##set, map_##set,  widen_rows_##set, rotate_all_##set, interleave_##set,   linear_##set,     multiply_##set}
-static struct kernels chosen = KERNELS(plain);
+/* The kernels of a build, with products of integers by the same instructions or by `integers`. */
+#define KERNELS(set, integers)                                                                                                \
+    {tile_rows_##set,  attend_##set,     compress_##set,      add_rms_norm_##set,         layer_norm_##set,  softmax_##set,           \
+     sum_##set,        largest_##set,    silu_mul_##set,      map_##set,                  widen_rows_##set,  rotate_all_##set,        \
+     interleave_##set, linear_##set,     quantize_##integers, multiply_integers_##integers, multiply_##set}
+static struct kernels chosen = KERNELS(plain, plain);
 
-/* Use the build for an instruction set, "avx512", "avx2" or "plain". Returns 0, and changes nothing, if this CPU does not have it. */
+/* Use the build for an instruction set: "avx512vnni" (avx512 with one instruction for four products of bytes), "avx512", "avx2" or
+ * "plain". Returns 0, and changes nothing, if this CPU does not have it. */
 int lockstep_choose(const char *name) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (!strcmp(name, "avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw")) {
-        chosen = (struct kernels)KERNELS(avx512);
+    int has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                     __builtin_cpu_supports("avx512bw");
+    if (!strcmp(name, "avx512vnni") && has_avx512 && __builtin_cpu_supports("avx512vnni")) {
+        chosen = (struct kernels)KERNELS(avx512, avx512vnni);
+        return 1;
+    }
+    if (!strcmp(name, "avx512") && has_avx512) {
+        chosen = (struct kernels)KERNELS(avx512, avx512);
         return 1;
     }
     if (!strcmp(name, "avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-        chosen = (struct kernels)KERNELS(avx2);
+        chosen = (struct kernels)KERNELS(avx2, avx2);
         return 1;
     }
 #endif
     if (strcmp(name, "plain")) return 0;
-    chosen = (struct kernels)KERNELS(plain);
+    chosen = (struct kernels)KERNELS(plain, plain);
     return 1;
 }
 
@@ -381,20 +428,33 @@ void lockstep_map(float *out, const float *x, int64_t count, int function, int t
     }
 }
 
+/* Whether a product reads x where it is. */
+static int reads_x(const struct linear *l) { return l->rows == 1 && l->kind != INTEGERS; }
+
+/* Lay the tiles begin..end of x out for a product. */
+static void lay_out(const struct linear *l, int64_t begin, int64_t end) {
+    (l->kind == INTEGERS ? chosen.quantize : chosen.interleave)(l, begin, end);
+}
+
+/* Compute the panels begin..end of a product. */
+static void multiply_panels(const struct linear *l, float *sums, int64_t begin, int64_t end) {
+    (l->kind == INTEGERS ? chosen.multiply_integers : chosen.linear)(l, sums, begin, end);
+}
+
 void lockstep_linear(struct linear *l, int threads) {
     int64_t panels = (l->out_features + PANEL - 1) / PANEL, tiles = (l->rows + chosen.tile_rows - 1) / chosen.tile_rows;
-    if (l->rows == 1) {
+    if (reads_x(l)) {
         l->tiles = (float *)l->x;
     } else if (tiles < threads) {
-        chosen.interleave(l, 0, tiles);
+        lay_out(l, 0, tiles);
     } else {
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
         for (int slice = 0; slice < threads; slice++)
-            chosen.interleave(l, tiles * slice / threads, tiles * (slice + 1) / threads);
+            lay_out(l, tiles * slice / threads, tiles * (slice + 1) / threads);
     }
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
     for (int slice = 0; slice < threads; slice++)
-        chosen.linear(l, l->parts > 1 ? l->sums + slice * l->sums_size : NULL, panels * slice / threads, panels * (slice + 1) / threads);
+        multiply_panels(l, l->parts > 1 ? l->sums + slice * l->sums_size : NULL, panels * slice / threads, panels * (slice + 1) / threads);
 }
 
 /* scratch: in * PANEL floats for each thread. */
@@ -454,15 +514,15 @@ static void multiply_rows(const struct plain_step *s, const struct linear *weigh
     int64_t panels = (l.out_features + PANEL - 1) / PANEL, tiles = (rows + chosen.tile_rows - 1) / chosen.tile_rows;
     l.out = out;
     l.x = x;
-    l.tiles = rows == 1 ? (float *)x : s->tiles;
     l.rows = rows;
+    l.tiles = reads_x(&l) ? (float *)x : s->tiles;
     l.sums_size = s->sums_size;
-    if (rows > 1) {
-        chosen.interleave(&l, tiles * w->slice / w->threads, tiles * (w->slice + 1) / w->threads);
+    if (!reads_x(&l)) {
+        lay_out(&l, tiles * w->slice / w->threads, tiles * (w->slice + 1) / w->threads);
         meet(w);
     }
-    chosen.linear(&l, l.parts > 1 ? s->sums + w->slice * s->sums_size : NULL, panels * w->slice / w->threads,
-                  panels * (w->slice + 1) / w->threads);
+    multiply_panels(&l, l.parts > 1 ? s->sums + w->slice * s->sums_size : NULL, panels * w->slice / w->threads,
+                    panels * (w->slice + 1) / w->threads);
     meet(w);
 }
 

@@ -1,8 +1,8 @@
 """The compiled CPU kernels (`cpu.c`), called through ctypes. They compute in float32 and read weights and caches of 16
 bits, and weights of 8-bit integers and of 4-bit codes, too. Where they were not built, `available` is False.
 
-The environment variable LOCKSTEP_CPU_KERNELS selects a build instead of the best one for the machine: avx512, avx2 or
-plain; off: none.
+The environment variable LOCKSTEP_CPU_KERNELS selects a build instead of the best one for the machine: avx512vnni,
+avx512, avx2 or plain; off: none. avx512vnni is avx512 with faster products of integers.
 """
 
 import ctypes
@@ -28,18 +28,22 @@ from lockstep_engine.kernels.cpu_structs import (
 )
 from lockstep_engine.quantized.coded import pack
 
-_VERSION = 14
+_VERSION = 15
 _PANEL = 32
 _MAX_PANELS, _MAX_ROWS = 4, 12
 """Most panels that a product takes together in any build, and most rows for which it takes several."""
-BUILDS = ("avx512", "avx2", "plain")
+BUILDS = ("avx512vnni", "avx512", "avx2", "plain")
 """Widest vector registers first; `plain` uses none. All builds give the same bits."""
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`enum kind` of cpu.c."""
 _PAIRS = 4
 """Its kind of a packed bfloat16 weight."""
-_INT8, _INT8_PER_127, _FOUR_BITS, _FOUR_BITS_OFFSETS = 5, 6, 7, 8
+_INT8, _INT8_PER_127, _FOUR_BITS, _FOUR_BITS_OFFSETS, _INTEGERS = 5, 6, 7, 8, 9
 """Its kinds of a packed weight of codes."""
+_BYTES_IN_WORD = 4
+"""`BYTES_IN_WORD` of cpu.c: integers that are multiplied and added together."""
+_MOST_INTEGERS = 2**17
+"""Most products of two integers of 8 bits whose sum surely fits 32 bits: each is at most 127 * 128."""
 WIDEN = 3
 """`WIDEN` of cpu.c."""
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -354,6 +358,21 @@ class Codes:
     offsets: torch.Tensor | None = None
     """Shaped like `scales`, float32; only with a table. A value is the number times the scale plus the offset, rounded
     once to float32."""
+    integers: bool = False
+    """Inputs are quantized to 8 bits, too: see `takes_integers`. Only with int8 codes and one group."""
+
+
+def takes_integers(inputs: int) -> bool:
+    """Whether the products of so many inputs, those of a part, can be computed in integers.
+
+    Then each row of x [rows, in] becomes integers: of a part of its inputs, the nearest ones to x * (127 / largest
+    magnitude), of two equally near ones the even one. A part of a result is the exact sum of their products with the
+    codes, rounded to float32, times the float32 product of (largest magnitude / 127) and the scale of the codes. The
+    form is that of vLLM (csrc/quantization/w8a8/int8/scaled_quant.cu, dynamic_scaled_int8_quant_kernel), where all
+    inputs are one part. If all magnitudes of a part are below 2^-100, it counts as 0; if one is not finite, results
+    are not either.
+    """
+    return inputs % _BYTES_IN_WORD == 0 and inputs <= _MOST_INTEGERS
 
 
 class PackedLinear:
@@ -374,7 +393,14 @@ class PackedLinear:
         self.out_features, inputs = weight.shape
         assert inputs % parts == 0
         assert (weight.dtype in (torch.int8, torch.uint8)) == (codes is not None)
-        self._panels = _panels(weight if codes is None or codes.table is None else pack(weight))
+        if codes is not None and codes.integers:
+            assert takes_integers(inputs // parts)
+            assert weight.dtype is torch.int8
+            assert codes.scales.shape[1] == 1
+            weight_words = _byte_words(weight)
+        else:
+            weight_words = weight if codes is None or codes.table is None else pack(weight)
+        self._panels = _panels(weight_words)
         self._bias = None if bias is None else bias.float().contiguous()
         self._threads = torch.get_num_threads()
         self._scales = self._offsets = self._table = None
@@ -423,7 +449,7 @@ class PackedLinear:
         out = torch.empty(*x.shape[:-1], self.out_features)
         call = self._call
         call.out, call.x, call.rows = out.data_ptr(), x.data_ptr(), x.numel() // call.inputs
-        tiles = torch.empty(x.numel()) if call.rows > 1 else None
+        tiles = torch.empty(x.numel()) if call.rows > 1 or call.kind == _INTEGERS else None
         call.tiles = None if tiles is None else tiles.data_ptr()
         if call.parts > 1:
             call.sums_size = self.sums_size(call.rows)
@@ -437,12 +463,21 @@ def _packed_kind(dtype: torch.dtype, codes: Codes | None) -> int:
     if codes is not None:
         if codes.table is not None:
             return _FOUR_BITS if codes.offsets is None else _FOUR_BITS_OFFSETS
+        if codes.integers:
+            return _INTEGERS
         return _INT8_PER_127 if codes.per_127 else _INT8
     return _PAIRS if dtype is torch.bfloat16 else _KINDS[dtype]
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _byte_words(codes: torch.Tensor) -> torch.Tensor:
+    """Integers of eight bits [out, in], each plus 128, as int32 [out, in / _BYTES_IN_WORD], the first in the lowest
+    bits.
+    """
+    return codes.contiguous().view(torch.uint8).bitwise_xor(128).view(torch.int32)
 
 
 def _panels(weight: torch.Tensor) -> torch.Tensor:

@@ -98,6 +98,9 @@ class CodeForm:
     table: tuple[float, ...] | None = None
     """The numbers that codes of four bits stand for, less the zero point of their group; None: codes less their zero
     points are int8."""
+    integers: bool = False
+    """The scheme quantizes inputs to 8 bits, too, each token's by its largest magnitude, and multiplies integers; all
+    inputs of a row share a scale."""
 
     @property
     def bits(self) -> int:

@@ -88,6 +88,7 @@ def _bytes(tensors: Tensors, stem: str, layout: Compressed) -> StoredWeight:
         block=block_of(tensors, f"{name}_scale", shape, groups),
         zero=zero if asymmetric else None,
         group_index=index if index in tensors else None,
+        integers=all(each.integers for each in groups),  # targets are not read: which of several it is stays unknown
     )
     if asymmetric:
         tensors.expect(zero, [tensors.shape(f"{name}_scale")], ("I8",))

@@ -28,6 +28,7 @@ class ScaledMatrix(CodedMatrix):
         block_only: they may not.
         zero: the name of the zero points, which are shaped like the scales; None: 0.
         group_index: the name of the inputs' groups; None: neighbouring inputs.
+        integers: the scheme multiplies integers, see `CodeForm`.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class ScaledMatrix(CodedMatrix):
         block_only: bool = False,
         zero: str | None = None,
         group_index: str | None = None,
+        integers: bool = False,
     ) -> None:
         self._tensors, self._weight = tensors, weight
         self.shape = tensors.matrix(weight, (dtype,))
@@ -48,6 +50,8 @@ class ScaledMatrix(CodedMatrix):
             tensors, scale, self.shape, block=block, block_only=block_only, zero=zero, group_index=group_index
         )
         self.code_form = self._grid.code_form if dtype == "I8" and zero is None else None
+        if integers and self.code_form == CodeForm(None):
+            self.code_form = CodeForm(None, integers=True)
 
     def coded(self, rows: slice, columns: slice) -> Coded:
         """See `CodedMatrix.coded`."""

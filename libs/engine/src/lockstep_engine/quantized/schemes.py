@@ -18,6 +18,8 @@ _MAX_GROUPS = 1024
 
 FLOAT_ACTIVATIONS = "activations computed in float"
 """Remark on a checkpoint whose scheme also quantizes activations, which the engine does not do."""
+INTEGER_ACTIVATIONS = "activations in 8 bits where the CPU kernels compute in float32, otherwise in float"
+"""Remark on a checkpoint whose scheme quantizes activations in the form that the CPU kernels have, too."""
 
 
 class Gptq(msgspec.Struct, frozen=True, tag=True):
@@ -49,6 +51,8 @@ class CompressedGroup:
     symmetric: bool
     block: tuple[int, int] | None
     """Rows and columns that share a scale; None: all columns do, of a row or of the tensor."""
+    integers: bool = False
+    """Activations are quantized like weights of 8 bits, each token's by its largest magnitude (W8A8, dynamic)."""
 
 
 class Compressed(msgspec.Struct, frozen=True, tag=True):
@@ -223,10 +227,30 @@ def _compressed(fields: _Fields, remarks: list[str]) -> Compressed:
             block = weights.pair("block_structure")
         if form == _PACKED and kind == "float":
             raise weights.refusal("type", f"int, in the format {_PACKED}")
-        groups.append(CompressedGroup(form, bits, kind, bool(weights.get("symmetric", True)), block))
-        if group.get("input_activations") or group.get("output_activations"):
-            remarks.append(FLOAT_ACTIVATIONS)
+        symmetric = bool(weights.get("symmetric", True))
+        integers = kind == "int" and form != _PACKED and symmetric and block is None and _quantizes_tokens(group)
+        groups.append(CompressedGroup(form, bits, kind, symmetric, block, integers))
+        remarks += _activation_remarks(group, integers=integers)
     return Compressed(tuple(groups))
+
+
+def _activation_remarks(group: _Fields, *, integers: bool) -> list[str]:
+    if integers:
+        return [INTEGER_ACTIVATIONS]
+    is_quantized = group.get("input_activations") or group.get("output_activations")
+    return [FLOAT_ACTIVATIONS] if is_quantized else []
+
+
+def _quantizes_tokens(group: _Fields) -> bool:
+    """Whether a group's inputs are quantized to signed integers of 8 bits by token when they come, and its outputs are
+    not.
+    """
+    if not group.get("input_activations") or group.get("output_activations"):
+        return False
+    inputs = group.inner("input_activations", group.get("input_activations"))
+    given = {name: inputs.get(name) for name in ("num_bits", "strategy", "dynamic")}
+    is_integer, is_symmetric = inputs.get("type", "int") == "int", inputs.get("symmetric", True) is True
+    return given == {"num_bits": 8, "strategy": "token", "dynamic": True} and is_integer and is_symmetric
 
 
 def _fp8(fields: _Fields, remarks: list[str]) -> Fp8:
