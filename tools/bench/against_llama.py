@@ -7,7 +7,7 @@ weights are compared with each other only, and nothing is saved.
 
     python -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python
     python tools/bench/against_llama.py --peer .venv-llama/bin/python --models reference 0.5b --save
-    python tools/bench/against_llama.py --models 0.5b qwen-0.5b --weights int8 "int8 with head"
+    python tools/bench/against_llama.py --models 0.5b qwen-0.5b --weights int8 "int8 with head" w8a8 "w8a8 with head"
 """
 
 import argparse
@@ -42,6 +42,8 @@ OURS = {
     "float": None,
     "int8": Recipe("int8"),
     "int8 with head": Recipe("int8", head="int8"),
+    "w8a8": Recipe("w8a8"),
+    "w8a8 with head": Recipe("w8a8", head="int8"),
     "int4": Recipe("rtn4"),
     "int4 with head": Recipe("rtn4", head="int8"),
 }
@@ -50,6 +52,8 @@ PAIRS = {
     "float": ("f32", "f16"),
     "int8": ("q8_0",),
     "int8 with head": ("q8_0",),
+    "w8a8": ("q8_0",),
+    "w8a8 with head": ("q8_0",),
     "int4": ("q4_0",),
     "int4 with head": ("q4_0",),
 }
@@ -190,7 +194,8 @@ def report_text(report: Mapping[str, Any]) -> str:
         "deterministic mode, with the KV "
         f"cache as it is by default; llama-cpp-python {report['llama_cpp_python']} keeps KV in float16, its default. "
         "Our float is the checkpoint as it is: float16 for `reference`, bfloat16 for the others, which have random "
-        "weights. int8 has a scale for each row, int4 one for each 128 inputs, embeddings stay in 16 bits, and so does "
+        "weights. int8 has a scale for each row, w8a8 also one for each token's inputs, int4 one for each 128 inputs, "
+        "embeddings stay in 16 bits, and so does "
         "the head, but for rows with it, where it is int8; "
         "q8_0 and q4_0 have a scale for each 32 inputs, and embeddings and head are quantized, too. "
         "Same tokens: up to the first difference of each stream; quantized sides round differently."

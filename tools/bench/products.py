@@ -1,15 +1,17 @@
 """The CPU's packed products: weights of 16 bits and of codes of 8 and 4 bits against the same weights in float32, and
-against another checkout's.
+against another checkout's; and products of integers, whose activations are quantized to 8 bits, too.
 
 Every way is timed in turn, round by round, in pieces shorter than a scheduler's time slice, and the fastest round of
-each counts; read ratios, not times. All ways must give the same bits. `cache`: the weights fit a cache; `memory`: they
-do not.
+each counts; with one thread its CPU time, so that other work on the machine hardly shows. Read ratios, not times. All
+ways but the products of integers must give the same bits. `cache`: the weights fit a cache; `memory`: they do not.
 
     python tools/bench/products.py --threads 1 --against ../other-checkout
 """
 
 import argparse
 import importlib.util
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -42,6 +44,15 @@ def other_kernels(checkout: Path) -> ModuleType:
     return module
 
 
+def seconds(work: Callable[[], object]) -> float:
+    """How long a call takes: with one thread its CPU time."""
+    if torch.get_num_threads() > 1:
+        return measure.seconds(work)
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
 def row_of(
     name: str, shape: tuple[int, int], rows: int, ways: dict[str, Any], rounds: int, x: torch.Tensor
 ) -> dict[str, Any]:
@@ -50,7 +61,7 @@ def row_of(
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(rounds):
         for way, product in ways.items():
-            took = measure.seconds(lambda each=product: [each(x) for _ in range(repeats)]) / repeats
+            took = seconds(lambda each=product: [each(x) for _ in range(repeats)]) / repeats
             best[way] = min(best[way], took)
     first = next(iter(best.values()))
     return {
@@ -91,9 +102,12 @@ def main() -> None:
         for way, offsets in (("int4", None), ("int4, zero points", torch.zeros_like(scales))):
             four = cpu.Codes(scales, _GROUP, table=numbers, offsets=offsets)
             ways[way] = cpu.PackedLinear(codes, None, codes=four)
+        same = list(ways.values())
+        integers = cpu.Codes(scales[:, :1], inside, integers=True)
+        ways["integers"] = cpu.PackedLinear(codes.to(torch.int8), None, codes=integers)
         for rows in arguments.rows:
             x = torch.randn(rows, inside)
-            results = [each(x) for each in ways.values()]
+            results = [each(x) for each in same]
             if not all(torch.equal(each, results[0]) for each in results):
                 raise SystemExit(f"{name}, {rows} rows: results differ")
             row = row_of(name, (out, inside), rows, ways, arguments.rounds, x)

@@ -21,7 +21,8 @@ from tokenizers import Tokenizer
 
 ROWS = {scheme: Recipe(scheme) for scheme in SCHEMES}
 ROWS |= {f"{scheme} with head": Recipe(scheme, head="int8") for scheme in ("int8", "gptq")}
-GOALS = {"int8": 0.01, "fp8": 0.01, "gptq": 0.02, "awq": 0.02, "int8 with head": 0.01, "gptq with head": 0.02}
+GOALS = {"int8": 0.01, "w8a8": 0.01, "fp8": 0.01, "gptq": 0.02, "awq": 0.02}
+GOALS |= {"int8 with head": 0.01, "gptq with head": 0.02}
 _CALIBRATION_CHARACTERS = 400_000
 _SCORED = 64
 
