@@ -10,8 +10,8 @@ import sys
 
 import torch
 from build_kernels import Kernels
-from lockstep_engine.gpu_codes import Codes
 from lockstep_engine.kernels import triton_coded, triton_exact_attention, triton_linear, triton_rows
+from lockstep_engine.kernels.codes import Codes
 from lockstep_engine.kernels.triton_attention import Paged, Tiles
 from lockstep_engine.kernels.triton_linear import Groups
 from lockstep_engine.scoring import Scoring

@@ -8,8 +8,8 @@ import pytest
 import torch
 import twins
 from fast_cases import further
-from lockstep_engine.gpu_codes import Codes
 from lockstep_engine.kernels import triton_coded, triton_linear
+from lockstep_engine.kernels.codes import Codes
 from lockstep_engine.quantized.coded import pack
 from packers import NF4
 from test_exact_products import TYPES, close, random

@@ -77,9 +77,12 @@ def test_a_process_that_hangs_writes_its_record_each_time_it_is_asked():
             assert output.flight_record(time.monotonic()) == ""
             for _ in range(2):
                 output.ask_stack()
+                assert output.flight_record(time.monotonic() + 0.2) == "", "not beside its stacks"
+                output.ask_flight_record()
                 assert output.flight_record(time.monotonic() + WAIT_S) == '{"entries": []}'
             os.kill(process.pid, signal.SIGSTOP)
             output.ask_stack()
+            output.ask_flight_record()
             assert output.flight_record(time.monotonic()) == "", "that of another moment is not shown"
         finally:
             process.kill()

@@ -6,7 +6,7 @@ are `KvCache.store` and `layer_cache.compress`, which also run where there are n
 
 import torch
 from lockstep_engine.config import BLOCK_SIZE
-from lockstep_engine.gpu_codes import Codes
+from lockstep_engine.kernels.codes import Codes
 from lockstep_engine.kernels.triton_attention import Paged
 from lockstep_engine.layer_cache import ColdLayer, LayerCache
 from lockstep_engine.quantized.coded import unpack

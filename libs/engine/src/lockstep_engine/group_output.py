@@ -65,7 +65,8 @@ class GroupOutput:
         """The ranks as they are now, each with its stack if it gives one within half a second. Any thread may call.
         A rank that is stopped runs for some 20 ms, in which it writes its stack.
         """
-        self.ask_stacks()
+        for output in self.outputs:
+            output.ask_stack()
         until = time.monotonic() + VIEW_S
         views = []
         for output, rank in zip(self.outputs, self._ranks, strict=True):
@@ -89,9 +90,10 @@ class GroupOutput:
         return views
 
     def ask_stacks(self) -> None:
-        """Make all ranks write their stacks and flight records."""
+        """Make all ranks write their stacks and flight records, before they are killed."""
         for output in self.outputs:
             output.ask_stack()
+            output.ask_flight_record()
 
     def log_places(self) -> dict[int, str]:
         """Log the state and stack of each rank, which it has written since `ask_stacks`; returns the flight records."""

@@ -103,6 +103,7 @@ class RankOutput:
         self._pid = 0
         self._lock = threading.Lock()
         self._is_open = True
+        self._is_flight_asked = False
         self._last_lines: deque[bytes] = deque(maxlen=_LAST_LINES)
         self._partial = b""
         self._allowance = Allowance(_BURST, _PER_S)
@@ -156,13 +157,22 @@ class RankOutput:
         return dropped
 
     def ask_stack(self) -> None:
-        """Make the rank write its stacks and its flight record; one that is stopped does so as soon as it goes on."""
+        """Make the rank write its stacks; one that is stopped does so as soon as it goes on."""
         with self._lock:
             if self._is_open:
                 os.ftruncate(self.stacks, 0)
                 os.ftruncate(self.flight, 0)
+            self._is_flight_asked = False
         self._send(signal.SIGUSR1)
-        if self.has_flight_record:
+
+    def ask_flight_record(self) -> None:
+        """Make it write its flight record, too, once for each `ask_stack`. A rank that is to live writes one after the
+        other: faulthandler reads the frames of all threads without Python's lock, and the rank may crash if the thread
+        that writes the record wakes up meanwhile.
+        """
+        with self._lock:
+            is_asked, self._is_flight_asked = self._is_flight_asked, True
+        if self.has_flight_record and not is_asked:
             self._send(flight_record.SIGNAL)
 
     def _send(self, number: signal.Signals) -> None:
@@ -185,7 +195,9 @@ class RankOutput:
         return self._written(self.stacks, until, _MAX_STACK_BYTES)
 
     def flight_record(self, until: float) -> str:
-        """The same of its flight record. A rank whose main thread holds Python's lock writes none."""
+        """The same of its flight record, since `ask_flight_record`. A rank whose main thread holds Python's lock writes
+        none.
+        """
         return self._written(self.flight, until, flight_record.MAX_RECORD_BYTES) if self.has_flight_record else ""
 
     def _written(self, file: int, until: float, most_bytes: int) -> str:
@@ -206,11 +218,14 @@ class RankOutput:
         """
         process, waits_in = self.process_state()
         if process != STOPPED:
-            return process, waits_in, "" if process == DEBUGGED else self.stack(until)
+            stack = "" if process == DEBUGGED else self.stack(until)
+            self.ask_flight_record()
+            return process, waits_in, stack
         self._send(signal.SIGCONT)
         try:
             ends_at = time.monotonic() + CONTINUED_S
             stack = self.stack(ends_at)
+            self.ask_flight_record()
             self.flight_record(ends_at)  # it is written now or never
             return process, waits_in, stack
         finally:

@@ -15,7 +15,6 @@ import torch
 
 from lockstep_engine.collective_clock import WEIGHTS
 from lockstep_engine.config import HotWindow
-from lockstep_engine.gpu_codes import Codes
 from lockstep_engine.kernels import (
     triton_attention,
     triton_clock,
@@ -28,6 +27,7 @@ from lockstep_engine.kernels import (
     triton_sampling,
     triton_store,
 )
+from lockstep_engine.kernels.codes import Codes
 from lockstep_engine.kernels.tiles import PRODUCT_ROWS
 from lockstep_engine.kernels.triton_attention import Paged, Tiles
 from lockstep_engine.kv_cache import KvCache

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lockstep_engine.gpu_codes import Codes
+from lockstep_engine.kernels.codes import Codes
 from lockstep_engine.kernels.tiles import PRODUCT_ROWS
 from lockstep_engine.kernels.triton_linear import WIDE, Split, Tile, add_up, leave, write
 
