@@ -70,7 +70,8 @@ def test_torchs_own_record_is_json():
 def test_a_process_that_hangs_writes_its_record_each_time_it_is_asked():
     output = RankOutput(0, has_flight_record=True)
     command = [sys.executable, "-c", HANGING, str(output.flight)]
-    with subprocess.Popen(command, pass_fds=(output.flight,), stdout=subprocess.PIPE) as process:
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}  # a thread that NumPy starts before would take the signal
+    with subprocess.Popen(command, pass_fds=(output.flight,), stdout=subprocess.PIPE, env=alone) as process:
         try:
             assert process.stdout.readline() == b"ready\n"
             output.started(process.pid)
