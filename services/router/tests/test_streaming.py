@@ -339,6 +339,22 @@ async def test_drain_has_an_end(make_cluster):
     assert cluster.router.runs.running == 0
 
 
+async def test_what_waits_for_a_worker_when_the_drain_is_over_gets_a_typed_error(make_cluster):
+    """It is not prepared yet, so that it has no stream: whole answers, streams, resumable streams and embeddings."""
+    cluster = await make_cluster(0, ready=False, drain_timeout_s=0.05)
+    bodies = ({}, {"stream": True}, {"stream": True, "resumable": True})
+    running = [asyncio.create_task(cluster.complete(**body)) for body in bodies]
+    embedding = {"model": "reference", "input": "a text"}
+    running.append(asyncio.create_task(cluster.client.post("/v1/embeddings", json=embedding)))
+    await eventually(lambda: len(cluster.router.in_progress.preparations) == 4)
+    async with asyncio.timeout(30):
+        await cluster.router.leave()
+    for answer in await asyncio.gather(*running):
+        assert answer.json()["error"]["code"] == "draining", answer.text
+    assert cluster.router.requests == 0
+    assert not cluster.router.in_progress.preparations
+
+
 async def test_failure_in_the_middle_cannot_be_taken_for_the_end(cluster):
     cluster.fail_after(6)
     slow(cluster)

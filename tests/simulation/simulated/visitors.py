@@ -76,6 +76,7 @@ class Notebook:
         self.last_event_id = ""
         self.is_complete = False
         """It has got the end mark."""
+        self.has_usage = False
         self.home: RouterProcess | None = None
         """The router process that began the stream."""
         self.source: RouterProcess | None = None
@@ -107,8 +108,10 @@ class Notebook:
         if event.id:
             self.last_event_id = event.id
             self.request_id = self.request_id or event.id.rpartition(":")[0]
-        if body.get("usage") is not None and len(self.histories) == 1:
-            self.histories[0].usage = body["usage"]["completion_tokens"]
+        if body.get("usage") is not None:
+            self.has_usage = True
+            if len(self.histories) == 1:
+                self.histories[0].usage = body["usage"]["completion_tokens"]
         for choice in body["choices"]:
             index = choice["index"]
             history = self.histories[index]
@@ -223,12 +226,20 @@ class Visitor:
         except LockstepError as error:
             if self.request.name in self._world.excused:
                 self.book.explain("stream_lost")
-            self.book.fail(str(error.code))
+            if not self._lacks_usage(error):
+                self.book.fail(str(error.code))
         if not self.book.has_ended:
             self.book.end(Kind.LEFT)
             if (last := answer.last_request()) is not None:
                 with suppress(BrokenError):
                     await (await self._open_at(*last)).read(SILENCE_S)
+
+    def _lacks_usage(self, error: LockstepError) -> bool:
+        """Whether the time is over for an answer of which all choices have come and the usage has not."""
+        if error.code != "deadline_exceeded" or self.request.timeout_s is None or self.book.has_usage:
+            return False
+        is_over = self._world.kernel.now >= self.book.histories[0].arrived_at + self.request.timeout_s
+        return is_over and self.book.has_ended
 
     async def _carry_out(self, steps: Steps[None]) -> None:
         """Do what the library wants, until it has the answer or the client leaves."""

@@ -34,7 +34,7 @@ from lockstep_router.journals import JournalStore, MemoryJournalStore, MirroredJ
 from lockstep_router.memory import MemoryTrimmer
 from lockstep_router.output import ModelFormats
 from lockstep_router.resumption import Runs
-from lockstep_router.running import Admission, CountingPrompts, InProgress, RunningRequest, UnsentAnswer
+from lockstep_router.running import Admission, InProgress, Preparation, RunningRequest, UnsentAnswer
 from lockstep_router.settings import RouterSettings
 from lockstep_router.tenants import Account, KeyFile, TenantLimits
 from lockstep_router.tenants.shared_storage import open_storage
@@ -231,7 +231,8 @@ class Router:
 
         Raises:
             LockstepError: INVALID_REQUEST or CONTEXT_LENGTH_EXCEEDED, the request does not fit this router or its
-                model; RATE_LIMIT_EXCEEDED or RESOURCE_EXHAUSTED, or its tenant; MODEL_NOT_FOUND; UNAVAILABLE.
+                model; RATE_LIMIT_EXCEEDED or RESOURCE_EXHAUSTED, or its tenant; MODEL_NOT_FOUND; UNAVAILABLE; DRAINING,
+                the drain is over.
         """
         streams = len(request.prompts) * request.choices_per_prompt
         if streams > self.settings.max_streams_per_request:
@@ -239,18 +240,15 @@ class Router:
             field = "n" if request.kept_per_prompt is None else "best_of"
             raise invalid(field, f"times the number of prompts is {streams}; a request may have {limit} answers")
         account.expect(streams)
-        counting = CountingPrompts(self.in_progress)
-        try:
+        async with Preparation(self.in_progress) as preparation:
             prepared = await prepare(
                 request,
                 self.workers,
                 self.encoder,
                 self.settings.max_queue_wait_s,
-                counting.add,
+                preparation.count,
                 account.tenant.priority,
             )
-        finally:
-            counting.end()
         if request.caller.trace is not None:
             request.caller.trace.describe(prepared.card.name, streams, prepared.journals[0].sampling)
         return prepared
@@ -262,12 +260,11 @@ class Router:
             LockstepError: as for `prepare`.
         """
         account.expect(1)
-        counting = CountingPrompts(self.in_progress)
-        try:
-            max_wait_s, priority = self.settings.max_queue_wait_s, account.tenant.priority
-            prepared = await prepare_embedding(request, self.workers, self.encoder, max_wait_s, counting.add, priority)
-        finally:
-            counting.end()
+        max_wait_s, priority = self.settings.max_queue_wait_s, account.tenant.priority
+        async with Preparation(self.in_progress) as preparation:
+            prepared = await prepare_embedding(
+                request, self.workers, self.encoder, max_wait_s, preparation.count, priority
+            )
         if request.caller.trace is not None:
             request.caller.trace.describe(prepared.card.name, len(prepared.journals))
         return prepared
@@ -308,6 +305,7 @@ class Router:
         with self._running(streams), account.holding(streams - 1):
             # Last of all: a request that is refused costs its tenant no tokens.
             await account.charge_prompts(prepared.prompt_tokens)
+            self.in_progress.check_end()
             self.in_progress.add_prompts(prepared.prompt_bytes)
             metrics.PROMPT_TOKENS.inc(prepared.prompt_tokens)
             embedding = Embedding(prepared, self.workers, self.settings, streams=streams)
@@ -401,8 +399,7 @@ class Router:
         """End what is in progress with a typed error, and wait until clients have it, but not long."""
         logger.warning("requests have outlasted the drain", extra={"streams": self.streams})
         self.runs.end()
-        for generation in list(self.in_progress.generations):
-            generation.fail(LockstepError(ErrorCode.DRAINING, "this router is shutting down", retry_after_s=1))
+        self.in_progress.end()
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await self._idle.wait()

@@ -4,7 +4,10 @@ Requests are written as classes: a context manager of `contextlib` costs a few m
 several.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Self
 
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.tracing import Tracing
@@ -47,11 +50,14 @@ class InProgress:
         self._on_requests = on_requests
         self.draining = False
         """No new requests are accepted."""
+        self.has_ended = False
+        """Those that have outlasted the drain have been ended."""
         self.requests = 0
         """Requests for tokens in progress."""
         self.streams = 0
         """Streams in progress: one for each choice of each request."""
         self.generations: set[Generation | Embedding] = set()
+        self.preparations: set[Preparation] = set()
         self.other_bytes = 0
         """Prompts that are token ids already, of requests that are not, and whole answers that are being sent."""
         self._journals_bytes = 0
@@ -65,9 +71,22 @@ class InProgress:
             LockstepError: DRAINING or OVERLOADED.
         """
         if self.draining:
-            raise LockstepError(ErrorCode.DRAINING, "this router is shutting down", retry_after_s=1)
+            raise shutting_down()
         if self.requests >= self._settings.max_streams:
             raise self._overloaded()
+
+    def end(self) -> None:
+        """End everything with the error DRAINING, also what is being prepared and has no stream yet."""
+        self.has_ended = True
+        for preparation in self.preparations:
+            preparation.end()
+        for generation in list(self.generations):
+            generation.fail(shutting_down())
+
+    def check_end(self) -> None:
+        """Raise DRAINING if everything has been ended: what has not begun yet does not begin any more."""
+        if self.has_ended:
+            raise shutting_down()
 
     def add_request(self) -> None:
         """Count one more request."""
@@ -121,6 +140,11 @@ class InProgress:
         )
 
 
+def shutting_down() -> LockstepError:
+    """The error of requests that come while the router drains, and of those that outlast it."""
+    return LockstepError(ErrorCode.DRAINING, "this router is shutting down", retry_after_s=1)
+
+
 def _no_room() -> LockstepError:
     return LockstepError(
         ErrorCode.OVERLOADED,
@@ -161,23 +185,44 @@ class UnsentAnswer:
         self._in_progress.other_bytes -= self._size_bytes
 
 
-class CountingPrompts:
-    """Counts prompts that are token ids already, of a request that is not prepared yet."""
+class Preparation:
+    """A request that is being prepared, while the context is entered: it may wait for a worker or a tokenizer.
+
+    Raises:
+        LockstepError: DRAINING, on entering or on leaving: what was in progress has been ended.
+    """
 
     def __init__(self, in_progress: InProgress) -> None:
         self._in_progress = in_progress
         self._counted = 0
+        self._limit = asyncio.timeout(None)
 
-    def add(self, prompt: Prompt) -> None:
-        """Count one."""
+    async def __aenter__(self) -> Self:
+        self._in_progress.check_end()
+        await self._limit.__aenter__()
+        self._in_progress.preparations.add(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._in_progress.preparations.discard(self)
+        self._in_progress.other_bytes -= self._counted
+        try:
+            await self._limit.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            raise shutting_down() from None
+
+    def end(self) -> None:
+        """End it with DRAINING."""
+        self._limit.reschedule(0.0)
+
+    def count(self, prompt: Prompt) -> None:
+        """Count the memory of a prompt that is token ids already."""
         size = bytes_of(prompt)
         self._in_progress.check_room(size)
         self._counted += size
         self._in_progress.other_bytes += size
-
-    def end(self) -> None:
-        """The request is prepared, or never will be."""
-        self._in_progress.other_bytes -= self._counted
 
 
 class RunningRequest:
@@ -215,6 +260,7 @@ class RunningRequest:
                     if account.tenant.tokens_per_minute is not None:
                         await account.charge_prompts(prepared.prompt_tokens)
                     metrics.PROMPT_TOKENS.inc(prepared.prompt_tokens)
+                in_progress.check_end()
                 in_progress.add_prompts(prepared.prompt_bytes)
                 generation = self._make()
                 if not generation.runs_alone:
