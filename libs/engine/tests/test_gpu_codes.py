@@ -204,7 +204,7 @@ def test_a_rank_serves_codes_and_builds_no_kernel_while_it_does(tmp_path, monkey
     settings |= {"max_seqs": 1, "max_batch_tokens": 16, "kv_compression": "none", "kv_memory_bytes": 2**18}
     outputs = []
     for path in (coded, plain):
-        with caplog.at_level(logging.INFO), InProcessRank(path, **settings) as served:
+        with caplog.at_level(logging.INFO, logger="lockstep.engine"), InProcessRank(path, **settings) as served:
             outputs.append(served.run(request))
             assert served.rank.builds.builds == 0
     assert outputs[0] == outputs[1]
