@@ -16,7 +16,6 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,13 +84,12 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, probe:
     return took_ms
 
 
-async def measure(port: int, streams: int, count: int) -> dict[str, list[float]]:
-    """The times of so many answers to each probe while so many streams run."""
+async def measure(port: int, streams: int, count: int) -> tuple[dict[str, list[float]], float]:
+    """The milliseconds of so many answers to each probe while so many streams run, and the streams' tokens a second."""
     figures = Figures()
-    held: Callable[[Client], None] = lambda client: client.send()  # noqa: E731 - a stream that has ended begins again
     # The tenant that may have one request has it; it is one of the router's streams.
-    clients = await connect(port, 1, completion("wide", tokens=_LONG), figures, held)
-    clients += await connect(port, streams - 1, completion("busy", tokens=_LONG), figures, held)
+    clients = await connect(port, 1, completion("wide", tokens=_LONG), figures, Client.send)
+    clients += await connect(port, streams - 1, completion("busy", tokens=_LONG), figures, Client.send)
     for client in clients:
         client.send()
     await asyncio.sleep(_WARM_UP_S)
@@ -105,12 +103,12 @@ async def measure(port: int, streams: int, count: int) -> dict[str, list[float]]
             took_ms = await ask(reader, writer, probe)
             times[probe.name] += [] if took_ms is None else [took_ms]
             await asyncio.sleep(0.002)
-    times[""] = [(figures.events - before) / (time.perf_counter() - began_s)]
+    tokens_per_s = (figures.events - before) / (time.perf_counter() - began_s)
     errors = [client.error for client in clients if client.error]
     assert not errors, errors[0]
     for client in clients:
         client.close()
-    return times
+    return times, tokens_per_s
 
 
 def keys_file(folder: Path) -> Path:
@@ -137,8 +135,7 @@ def main() -> None:
         flags = ["--keys-file", str(keys_file(Path(folder))), "--max-streams", str(arguments.streams)]
         script = _HERE / "router_worker.py"
         with Target(token_every_s=arguments.step_s, script=script, workers=1, flags=flags) as target:
-            times = uvloop.run(measure(target.address[1], arguments.streams, arguments.count))
-    (tokens_per_s,) = times.pop("")
+            times, tokens_per_s = uvloop.run(measure(target.address[1], arguments.streams, arguments.count))
     about["load_at_end"] = round(os.getloadavg()[0], 1)
     rows = []
     for name, each in times.items():
