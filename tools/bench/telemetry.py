@@ -1,10 +1,13 @@
 """What traces of all requests and a scraped `/metrics` cost a router: tokens a second, and CPU time for a token.
 
-Two routers of this checkout, each before the scripted worker of `router.py`, take turns: in each round off, on, on,
-off, so that a machine whose speed drifts slows both alike. `on` sends the spans of every request to a collector, which
-is a process that takes and drops them, and is scraped as by Prometheus, in OpenMetrics. CPU time is the router's own,
-with the threads that export. Read the ratios; the collector, the load and the worker use the same cores, so tokens a
-second need a quiet machine with free ones.
+Two routers of this checkout, each before the scripted worker of `router.py`. While the machine has cores to spare they
+run at the same time, under equal loads, so that whatever else it does slows both alike. With all it can give they take
+turns: in each round off, on, on, off. Each round starts them anew: where a process has its code and data in memory can
+make it some percent faster or slower for all its life.
+
+`on` sends the spans of every request to a collector, which is a process that takes and drops them, and is scraped in
+OpenMetrics, as often as the chart says. CPU time is the router's own, with the threads that export. Read the ratios;
+the collector, the load and the worker use the same cores, so tokens a second need a quiet machine with free ones.
 
     python tools/bench/telemetry.py --save
 
@@ -12,13 +15,14 @@ Goals: at most 1 % fewer tokens a second, and at most 3 % more CPU time for a to
 """
 
 import argparse
+import asyncio
 import contextlib
 import statistics
 import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -34,12 +38,16 @@ from router_sides import Side, Target
 _HERE = Path(__file__).parent
 _EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 _ACCEPT = "application/openmetrics-text;version=1.0.0"
-ROUND = ("off", "on", "on", "off")
-"""The order of stretches: a machine whose speed drifts slows both sides alike."""
+_WARM_S = 3.0
+"""Of both sides, after their start."""
 _TRIES = 3
 """To measure a stretch."""
 LOADS = {"paced": STEP_S, "full": FULL_STEP_S}
 """The worker's steps: paced to measure CPU time, full to measure tokens a second."""
+ROUND = ("off", "on", "on", "off")
+"""The order of stretches, one at a time: a machine whose speed drifts slows both sides alike."""
+TURNS = {"paced": (("off", "on"), ("on", "off")), "full": tuple((name,) for name in ROUND)}
+"""The stretches of a round, and which sides are in each at the same time."""
 
 
 def collect() -> None:
@@ -90,7 +98,8 @@ def collector() -> Iterator[str]:
 
 @contextlib.contextmanager
 def scraping(port: int, every_s: float) -> Iterator[None]:
-    """Read a router's metrics as Prometheus does.
+    """Read a router's metrics as Prometheus does: first after half of the interval, so that a stretch of one interval
+    has one scrape in it.
 
     Raises:
         RuntimeError: they could not be read.
@@ -100,13 +109,14 @@ def scraping(port: int, every_s: float) -> Iterator[None]:
     request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": _ACCEPT})
 
     def scrape() -> None:
-        while not end.is_set():
+        wait_s = every_s / 2
+        while not end.wait(wait_s):
+            wait_s = every_s
             try:
                 with opener.open(request, timeout=10) as answer:
                     answer.read()
             except OSError as error:
                 failures.append(str(error))
-            end.wait(every_s)
 
     thread = threading.Thread(target=scrape, daemon=True)
     thread.start()
@@ -119,45 +129,52 @@ def scraping(port: int, every_s: float) -> Iterator[None]:
         raise RuntimeError(f"/metrics was not answered: {failures[0]}")
 
 
-def measured(step_s: float, rounds: int, extent: Extent, scrape_s: float) -> dict[str, list[dict[str, float]]]:
-    """Figures of each stretch, by `off` and `on`."""
+def measured(load: str, rounds: int, extent: Extent, scrape_s: float) -> dict[str, list[dict[str, float]]]:
+    """Figures of each stretch, by `off` and `on`: two of each in a round, which starts both routers anew."""
     found: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
-    with contextlib.ExitStack() as stack:
-        address = stack.enter_context(collector())
-        sides = {}
-        for name, flags in {"off": [], "on": ["--otlp-endpoint", address, "--trace-ratio", "1"]}.items():
-            target = stack.enter_context(
-                Target(token_every_s=step_s, script=_HERE / "router_worker.py", workers=1, flags=flags)
-            )
-            sides[name] = (Side(target.address[1], target.router_pid), _management_port(target))
-        for side, _ in sides.values():
-            _measure(side, extent)
+    with collector() as address:
         for _ in range(rounds):
-            for name in ROUND:
-                side, management = sides[name]
-                with scraping(management, scrape_s) if name == "on" else contextlib.nullcontext():
-                    figures = figures_of(partial(_measure, side, extent))
-                print(name, {key: round(value, 2) for key, value in figures.items()}, flush=True)
-                found[name].append(figures)
+            with contextlib.ExitStack() as stack:
+                targets = {
+                    name: stack.enter_context(
+                        Target(token_every_s=LOADS[load], script=_HERE / "router_worker.py", workers=1, flags=flags)
+                    )
+                    for name, flags in {"off": [], "on": ["--otlp-endpoint", address, "--trace-ratio", "1"]}.items()
+                }
+                sides = {name: Side(target.address[1], target.router_pid) for name, target in targets.items()}
+                management = _management_port(targets["on"])
+                _measure(list(sides.values()), Extent(seconds=min(extent.seconds, _WARM_S)))
+                for names in TURNS[load]:
+                    with scraping(management, scrape_s) if "on" in names else contextlib.nullcontext():
+                        each = figures_of(partial(_measure, [sides[name] for name in names], extent))
+                    for name, figures in zip(names, each, strict=True):
+                        print(name, {key: round(value, 2) for key, value in figures.items()}, flush=True)
+                        found[name].append(figures)
     return found
 
 
-def figures_of(measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """What is compared of a stretch. One in which no token came shows nothing, and is measured again.
+def figures_of(measure: Callable[[], list[dict[str, float]]]) -> list[dict[str, float]]:
+    """What is compared of stretches at the same time. If no token came in one, all are measured again.
 
     Raises:
         RuntimeError: no token came in any of them.
     """
     for _ in range(_TRIES):
-        each = measure()
-        if each["events"]:
-            return {"per_s": each["per_s"], "token_us": 1e6 * each["cpu_s"] / each["events"]}
+        found = measure()
+        if all(each["events"] for each in found):
+            return [{"per_s": each["per_s"], "token_us": 1e6 * each["cpu_s"] / each["events"]} for each in found]
         print("no token came in a stretch: once more", flush=True)
     raise RuntimeError(f"no token came in {_TRIES} stretches: the machine is too busy, or --seconds too short")
 
 
-def _measure(side: Side, extent: Extent) -> dict[str, float]:
-    return uvloop.run(stretch(side, Load(side.port, MANY, tokens=TOKENS, stream=True), extent))
+def _measure(sides: Sequence[Side], extent: Extent) -> list[dict[str, float]]:
+    """A stretch of each side, at the same time."""
+
+    async def together() -> list[dict[str, float]]:
+        loads = [Load(side.port, MANY, tokens=TOKENS, stream=True) for side in sides]
+        return await asyncio.gather(*(stretch(side, load, extent) for side, load in zip(sides, loads, strict=True)))
+
+    return uvloop.run(together())
 
 
 def _management_port(target: Target) -> int:
@@ -193,8 +210,8 @@ def main() -> None:
     """Measure and print; `--save` into docs/bench."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10, help="of two stretches each (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a stretch (default: %(default)s)")
-    parser.add_argument("--scrape-s", type=float, default=2.0, help="between two scrapes (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of a stretch (default: %(default)s)")
+    parser.add_argument("--scrape-s", type=float, default=15.0, help="between two scrapes (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a smoke test; its figures mean nothing")
     parser.add_argument("--save", action="store_true", help="into docs/bench")
     parser.add_argument("--collector", action="store_true", help=argparse.SUPPRESS)
@@ -205,7 +222,7 @@ def main() -> None:
     raise_file_limit()
     extent = Extent(seconds=0.5, warm_s=0.2) if arguments.quick else Extent(seconds=arguments.seconds)
     rounds = 1 if arguments.quick else arguments.rounds
-    found = {load: measured(step_s, rounds, extent, arguments.scrape_s) for load, step_s in LOADS.items()}
+    found = {load: measured(load, rounds, extent, arguments.scrape_s) for load in LOADS}
     text = summary(found)
     print(f"\n{text}")
     if arguments.save:
