@@ -1,6 +1,7 @@
 """What holds for every test of the repository: Ctrl-C reaches what a test starts, a run may have a time budget, no
-example of Hypothesis has a deadline (machines differ), the garbage collector leaves alone what was imported, and no
-test changes the level of the next one's logs. Processes of pytest-xdist share the compiling of the test files.
+example of Hypothesis has a deadline (machines differ), the garbage collector leaves alone what was imported, services
+export their spans soon, and no test changes the level of the next one's logs. Processes of pytest-xdist share the
+compiling of the test files.
 """
 
 import gc
@@ -30,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[BEGAN_S] = time.monotonic()
     hypothesis.settings.register_profile("lockstep", deadline=None)
     hypothesis.settings.load_profile("lockstep")
+    os.environ.setdefault("OTEL_BSP_SCHEDULE_DELAY", "500")  # milliseconds
     # A shell starts background jobs with SIGINT ignored, nohup a command with SIGHUP; what a test starts inherits that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -164,15 +164,15 @@ def test_a_full_queue_never_waits_and_counts_what_it_drops():
         return let_go.wait(30)
 
     before = count("full")
-    queue = SpanQueue(stuck, let_go.set, max_spans=1000)
+    queue = SpanQueue(stuck, let_go.set, max_spans=2000)
     made = Tracing(ratio=1.0, slow_s=1.0, export=queue.put)
     trace = made.trace()
-    batch = [trace.begin("attempt") for _ in range(600)]
+    batch = [trace.begin("attempt") for _ in range(1200)]
     queue.put(batch)
-    assert entered.wait(20)  # its thread hangs in the exporter now, with 512 of them
+    assert entered.wait(20)  # its thread hangs in the exporter now, with some of them
     for _ in range(10):
         queue.put(batch)
-    assert count("full") - before == 600 * 11 - 512 - 1000
+    assert count("full") - before == 1200 * 11 - BATCH_SPANS - 2000
     queue.close(0.01)
 
 
@@ -226,6 +226,24 @@ def test_spans_that_come_between_the_last_export_and_the_end_are_exported():
         sys.settrace(traced[1])
     assert len(exported) == BATCH_SPANS + 1
     assert count("failed") == before
+
+
+def test_spans_wait_for_others_only_so_long():
+    exported: list[bytes] = []
+    has_come = threading.Event()
+
+    def export(spans):
+        exported.extend(spans)
+        has_come.set()
+        return True
+
+    queue = SpanQueue(export, every_s=0.05)
+    try:
+        queue.put([b"one"])
+        assert has_come.wait(20)
+    finally:
+        queue.close(20)
+    assert exported == [b"one"]
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])

@@ -386,10 +386,12 @@ def test_opentelemetrys_variables_count_where_settings_are_open():
         "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318",
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
         "OTEL_TRACES_SAMPLER_ARG": "0.5",
+        "OTEL_BSP_SCHEDULE_DELAY": "250",
     }
     options = trace_options(Given(), environment)
     assert options is not None
     assert (options.http_endpoint, options.protocol, options.ratio) == ("http://collector:4318/v1/traces", "http", 0.5)
+    assert options.delay_s == 0.25
     options = trace_options(Given("c:4317", "grpc", 0.0), environment)
     assert options is not None
     assert (options.endpoint, options.protocol, options.ratio) == ("c:4317", "grpc", 0.0)
@@ -403,7 +405,15 @@ def test_opentelemetrys_variables_count_where_settings_are_open():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"), ("OTEL_TRACES_SAMPLER_ARG", "often")]
+    ("name", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"),
+        ("OTEL_TRACES_SAMPLER_ARG", "often"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "soon"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "-5"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "0"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "99999999"),
+    ],
 )
 def test_unusable_variables_are_named(name: str, value: str):
     with pytest.raises(LockstepError, match=r"must be") as refused:

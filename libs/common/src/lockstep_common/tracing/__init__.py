@@ -78,7 +78,7 @@ def make_tracing(options: TraceOptions, resource: Mapping[str, str]) -> Tracing:
     except Exception as error:  # the SDK reads its variables itself and raises anything; its words may quote a secret
         reason = f"cannot be used, or a variable OTEL_EXPORTER_OTLP_… beside it ({type(error).__name__})"
         raise invalid("otlp_endpoint", reason) from None
-    queue = SpanQueue(exporter.export, exporter.shutdown, batch.encode)
+    queue = SpanQueue(exporter.export, exporter.shutdown, batch.encode, options.delay_s)
     batch.takers.append(queue.put)
     return Tracing(
         ratio=options.ratio,

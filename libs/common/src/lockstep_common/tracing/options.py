@@ -21,6 +21,9 @@ _RATIO_IN_MEMORY = 1.0
 """Spans in memory cost no collector anything, and their reader looks for a certain request."""
 _PROTOCOLS: dict[str, Protocols] = {"grpc": "grpc", "http/protobuf": "http", "http": "http"}
 _TIMEOUT_S = 5.0
+_DELAY = "OTEL_BSP_SCHEDULE_DELAY"
+_DELAY_S = 5.0
+_MOST_DELAY_S = 3600.0
 _HTTP_PATH = "/v1/traces"
 
 
@@ -48,6 +51,8 @@ class TraceOptions:
     slow_s: float
     timeout_s: float = _TIMEOUT_S
     """Longest time of one export, with its retries."""
+    delay_s: float = _DELAY_S
+    """Longest time that a span waits for others before it is exported."""
     is_whole_url: bool = False
     """Whether the endpoint is that of traces, to which no path is added."""
 
@@ -85,6 +90,7 @@ def trace_options(given: Given, environment: Mapping[str, str] = os.environ) -> 
         _protocol(given, environment),
         _ratio(given, environment, DEFAULT_RATIO),
         given.trace_slow_s,
+        delay_s=_delay_s(environment),
         is_whole_url=is_whole,
     )
 
@@ -117,3 +123,13 @@ def _ratio(given: Given, environment: Mapping[str, str], default: float) -> floa
     if not 0 <= ratio <= 1:
         raise invalid("OTEL_TRACES_SAMPLER_ARG", "must be a number from 0 to 1")
     return ratio
+
+
+def _delay_s(environment: Mapping[str, str]) -> float:
+    value = environment.get(_DELAY, "")
+    if not value:
+        return _DELAY_S
+    delay_s = int(value[:10]) / 1e3 if value.isascii() and value.isdigit() else 0.0
+    if not 0 < delay_s <= _MOST_DELAY_S:
+        raise invalid(_DELAY, f"must be a number of milliseconds from 1 to {_MOST_DELAY_S * 1e3:.0f}")
+    return delay_s
