@@ -221,8 +221,9 @@ def test_complete_answer_needs_no_router_that_may_be_lost():
     assert network.clock.pauses == []
 
 
-def test_failure_after_the_last_finish_is_none():
-    router = FakeRouter(error_after=(TEXT_BODY["max_tokens"] + 1, {"message": "shutting down", "code": "draining"}))
+@pytest.mark.parametrize("code", ["draining", "internal"])
+def test_failure_after_the_last_finish_is_none(code):
+    router = FakeRouter(error_after=(TEXT_BODY["max_tokens"] + 1, {"message": "shutting down", "code": code}))
     assert history(Network({A: router}).request(TEXT, TEXT_BODY, POLICY)) == undisturbed(TEXT)
     assert len(router.generations) == 1
 

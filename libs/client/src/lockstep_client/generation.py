@@ -305,7 +305,7 @@ class StreamedAnswer:
 
         Raises:
             BrokenError: it ended before the answer did.
-            _FailedError: the stream failed in the router, and may succeed elsewhere.
+            _FailedError: the stream failed in the router, and may succeed elsewhere, or all that is missing is known.
         """
         yield Expect(self._attempts.stream_silence_s(router))
         decoder = Decoder()
@@ -343,7 +343,7 @@ class StreamedAnswer:
         if body is None:
             raise ProtocolError("the stream has an event that is no JSON object")
         error = self._transcript.failure(body)
-        if error is not None and error.code in RETRYABLE_CODES:
+        if error is not None and (error.code in RETRYABLE_CODES or self._transcript.ending() is not None):
             raise _FailedError(error, event)
         if "error" in body:
             self._is_over = True
@@ -431,7 +431,7 @@ class StreamedAnswer:
 
 
 class _FailedError(Exception):
-    """A stream that failed in the router, in a way that may pass."""
+    """A stream that failed in the router, in a way that may pass or no longer matters."""
 
     def __init__(self, error: LockstepError, event: ServerSentEvent) -> None:
         super().__init__(error.message)
