@@ -15,7 +15,7 @@ from packers import NF4
 from test_exact_products import TYPES, close, random
 from triton_device import DEVICE
 
-KINDS = ["int8", "int8 by 127", "symmetric", "zeros", "table"]
+KINDS = ["int8", "int8 by 127", "int8 offsets", "symmetric", "zeros", "table", "offsets"]
 
 
 def codes(kind, outs, ins, group, seed=0):
@@ -23,6 +23,8 @@ def codes(kind, outs, ins, group, seed=0):
     generator = torch.Generator().manual_seed(seed)
     groups = -(-ins // group)
     scales = (torch.rand(groups, outs, generator=generator) + 0.5) / (64 if kind.startswith("int8") else 8)
+    if kind.endswith("offsets"):  # products with codes are exact
+        scales = scales.half().float()
     if kind.startswith("int8"):
         bytes_ = torch.randint(-128, 128, (outs, ins), generator=generator).to(torch.int8)
         made = Codes(bytes_, scales, group, per_127=kind.endswith("127"))
@@ -34,9 +36,11 @@ def codes(kind, outs, ins, group, seed=0):
         elif kind == "zeros":
             zeros = torch.randint(-8, 24, (groups, outs), generator=generator).float()
             made = dataclasses.replace(made, zeros=zeros)
-        else:
+        elif kind == "table":
             made = dataclasses.replace(made, table=torch.tensor(NF4))
-    tensors = ("codes", "scales", "zeros", "table")
+    if kind.endswith("offsets"):
+        made = dataclasses.replace(made, offsets=torch.randn(groups, outs, generator=generator))
+    tensors = ("codes", "scales", "zeros", "table", "offsets")
     moved = {name: getattr(made, name).to(DEVICE) for name in tensors if getattr(made, name) is not None}
     return dataclasses.replace(made, **moved)
 
@@ -140,6 +144,8 @@ def test_no_rows_are_no_work():
         ({"codes": torch.zeros(8, 8)}, "int8"),
         ({"scales": torch.ones(1, 8, dtype=torch.float16)}, "float32"),
         ({"shift": 8.0, "table": torch.zeros(16)}, "with zero points"),
+        ({"shift": 8.0, "offsets": torch.zeros(1, 8)}, "offsets come with"),
+        ({"offsets": torch.zeros(2, 8)}, "offsets are not"),
         ({"codes": torch.zeros(8, 64, dtype=torch.int8), "shift": 8.0}, "8 bits"),
     ],
 )

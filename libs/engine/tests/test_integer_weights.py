@@ -93,9 +93,16 @@ def test_a_packed_product_has_the_bits_of_widened_weights(build, name):
         scales = torch.rand(out, -(-inside // group), generator=generator) / 100
         values = codes.float() * scales.repeat_interleave(group, 1)[:, :inside]
         bias, x = torch.randn(out, generator=generator), torch.randn(70, inside, generator=generator)
-        for per_127 in (False, True):
-            plain = cpu.PackedLinear(values * 7.874015748031496e-3 if per_127 else values, bias)
-            coded = cpu.PackedLinear(codes, bias, codes=cpu.Codes(scales, group, per_127=per_127))
+        offsets = torch.randn(scales.shape, generator=generator)
+        exact = codes.double() * scales.repeat_interleave(group, 1)[:, :inside].double()
+        added = (exact + offsets.repeat_interleave(group, 1)[:, :inside].double()).float()
+        for wide, more in (
+            (values, {}),
+            (values * 7.874015748031496e-3, {"per_127": True}),
+            (added, {"offsets": offsets}),
+        ):
+            plain = cpu.PackedLinear(wide, bias)
+            coded = cpu.PackedLinear(codes, bias, codes=cpu.Codes(scales, group, **more))
             whole = plain(x)
             for count in ROWS:
                 assert torch.equal(coded(x[-count:]), whole[-count:])
@@ -181,6 +188,23 @@ def test_parts_of_a_merged_projection_may_have_zero_points_or_none(tmp_path):
     config = packers.compressed_config("pack-quantized", bits=4, strategy="group", group_size=32)
     coded, plain = twin(tmp_path, "llama", config, some_zeros)
     assert {layer.code_form.bits for layer in loaded(coded)[0]} == {4}
+    for tp in (1, 2):
+        assert torch.equal(logits(coded, tp), logits(plain, tp))
+
+
+@needs_kernels
+def test_parts_of_a_merged_projection_with_other_groups_share_a_form_of_8_bits(tmp_path):
+    config = packers.compressed_config("pack-quantized", bits=4, strategy="group", group_size=32)
+    (group,) = config["config_groups"].values()
+    config["config_groups"]["finer"] = group | {"weights": group["weights"] | {"group_size": 16}}
+
+    def pack(out, inside, seed):
+        return packers.packed(out, inside, group=16 if seed % 2 else 32, zeros="packed", seed=seed)
+
+    coded, plain = twin(tmp_path, "llama", config, pack)
+    forms = {(layer.code_form.bits, layer.code_form.group) for layer in loaded(coded)[0]}
+    assert (8, 16) in forms
+    assert forms <= {(8, 16), (4, 16), (4, 32)}
     for tp in (1, 2):
         assert torch.equal(logits(coded, tp), logits(plain, tp))
 

@@ -147,6 +147,8 @@ def widened(weight: Codes) -> torch.Tensor:
     if weight.zeros is not None:
         wide = wide - weight.zeros[groups].t()
     values = (wide - weight.shift) * weight.scales[groups].t()
+    if weight.offsets is not None:
+        values = values + weight.offsets[groups].t()
     return values * (1 / 127) if weight.per_127 else values
 
 

@@ -27,6 +27,7 @@ class CodedWeight:
         zeros: shaped like `scales`, of packed codes.
         form: how codes become values.
         bias: [out] or None; it is kept.
+        offsets: shaped like `scales`, where the form has them.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class CodedWeight:
         zeros: torch.Tensor | None,
         form: CodeForm,
         bias: torch.Tensor | None,
+        offsets: torch.Tensor | None = None,
     ) -> None:
         shift, table = 0.0, None
         if zeros is not None and bool((zeros == zeros[0, 0]).all()):
@@ -51,6 +53,7 @@ class CodedWeight:
             shift,
             table,
             form.per_127,
+            None if offsets is None else offsets.t().contiguous(),
         )
         self.bias = bias
         self.by_torch = False
@@ -64,8 +67,8 @@ class CodedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Memory of codes, scales and zero points."""
-        kept = (self.codes.codes, self.codes.scales, self.codes.zeros, self.codes.table)
+        """Memory of codes, scales, zero points and offsets."""
+        kept = (self.codes.codes, self.codes.scales, self.codes.zeros, self.codes.table, self.codes.offsets)
         return sum(each.nbytes for each in kept if each is not None)
 
     def values(self, rows: slice) -> torch.Tensor:
@@ -76,7 +79,8 @@ class CodedWeight:
             zeros = own.scales.new_full((1, 1), own.shift)
         groups = torch.arange(own.ins, device=own.codes.device) // own.group
         codes = unpack(own.codes[rows], 4, 1) if own.packed else own.codes[rows]
-        values = Coded(codes, own.scales[:, rows].t(), zeros, groups, own.table).values()
+        offsets = None if own.offsets is None else own.offsets[:, rows].t()
+        values = Coded(codes, own.scales[:, rows].t(), zeros, groups, own.table, offsets).values()
         return values.mul_(1 / 127) if own.per_127 else values
 
     def parts(self) -> Iterator[slice]:
@@ -125,7 +129,7 @@ def launch_all(model: nn.Module, dtype: torch.dtype, most_tokens: int) -> None:
     seen = set()
     for weight in coded_weights(model):
         codes = weight.codes
-        forms = codes.packed, codes.zeros is None, codes.table is None, codes.per_127
+        forms = codes.packed, codes.zeros is None, codes.table is None, codes.per_127, codes.offsets is None
         kind = codes.outs, codes.ins, codes.group, forms, weight.bias is None
         if kind not in seen:
             seen.add(kind)

@@ -83,6 +83,7 @@ class ColumnLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(total, dtype=dtype), requires_grad=False) if bias else None
         self.scales: nn.Parameter | None = None
         self.zeros: nn.Parameter | None = None
+        self.offsets: nn.Parameter | None = None
         self.code_form: CodeForm | None = None
         self.codes_on_gpu = False
         self.packed: cpu.PackedLinear | CodedWeight | None = None
@@ -121,7 +122,7 @@ def _pack(weight: nn.Parameter, bias: torch.Tensor | None, parts: int = 1) -> cp
 
 def keep_codes(layer: "ColumnLinear | RowLinear | VocabHead", form: CodeForm, *, on_gpu: bool = False) -> None:
     """Before the layer's memory is allocated: let its weight be codes, and give it `scales` [out, groups] and, where
-    codes have four bits, `zeros`. Only kernels compute with them.
+    the form has them, `offsets`, otherwise `zeros` where codes have four bits. Only kernels compute with them.
 
     Args:
         layer: whose weight is still [out, in].
@@ -137,7 +138,9 @@ def keep_codes(layer: "ColumnLinear | RowLinear | VocabHead", form: CodeForm, *,
     layer.codes_on_gpu = on_gpu
     scales = torch.empty(out, form.groups(inside), dtype=torch.float32, device=layer.weight.device)
     layer.scales = nn.Parameter(scales, requires_grad=False)
-    if form.table is not None:
+    if form.offsets:
+        layer.offsets = nn.Parameter(torch.empty_like(scales), requires_grad=False)
+    elif form.table is not None:
         layer.zeros = nn.Parameter(torch.empty_like(scales), requires_grad=False)
     layer.code_form = form
 
@@ -151,13 +154,17 @@ def _pack_codes(
     assert scales is not None
     weight: torch.Tensor = layer.weight.data
     if layer.codes_on_gpu:
-        coded = CodedWeight(weight, scales.data, None if layer.zeros is None else layer.zeros.data, form, bias)
-        for other in (scales, layer.zeros):
+        zeros, offsets = (None if each is None else each.data for each in (layer.zeros, layer.offsets))
+        coded = CodedWeight(weight, scales.data, zeros, form, bias, offsets)
+        for other in (scales, layer.zeros, layer.offsets):
             if other is not None:
                 other.data = other.data.new_empty(0)
         return coded
     codes = cpu.Codes(scales, form.group or inside, per_127=form.per_127, integers=form.integers)
-    if form.table is not None:
+    if form.offsets:
+        table = None if form.table is None else torch.tensor(form.table)
+        codes = replace(codes, table=table, offsets=layer.offsets)
+    elif form.table is not None:
         assert layer.zeros is not None
         table, zeros = torch.tensor(form.table), layer.zeros
         first, offsets = zeros[0, 0], -zeros * scales
@@ -168,7 +175,7 @@ def _pack_codes(
         else:  # scales with more than 20 bits: an offset would be rounded, so that values had other bits
             weight = (weight - zeros.repeat_interleave(codes.group, 1)[:, :inside]).to(torch.int8)
     packed = cpu.PackedLinear(weight, bias, codes=codes, parts=parts)
-    for parameter in (layer.weight, scales, layer.zeros):
+    for parameter in (layer.weight, scales, layer.zeros, layer.offsets):
         if parameter is not None:
             parameter.data = parameter.data.new_empty(0)
     return packed
@@ -263,6 +270,7 @@ class RowLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
         self.scales: nn.Parameter | None = None
         self.zeros: nn.Parameter | None = None
+        self.offsets: nn.Parameter | None = None
         self.code_form: CodeForm | None = None
         self.codes_on_gpu = False
         self.packed: cpu.PackedLinear | CodedWeight | None = None
@@ -391,6 +399,7 @@ class VocabHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(rows, dtype=dtype), requires_grad=False) if bias else None
         self.scales: nn.Parameter | None = None
         self.zeros: nn.Parameter | None = None
+        self.offsets: nn.Parameter | None = None
         self.code_form: CodeForm | None = None
         self.codes_on_gpu = False
         self.tied = False

@@ -21,7 +21,7 @@ from lockstep_engine.kernels import cpu
 from lockstep_engine.kernels.tiles import LEAST_GROUP
 from lockstep_engine.linear import ColumnLinear, Piece, RowLinear, VocabEmbedding, VocabHead, keep_codes
 from lockstep_engine.model_config import ModelInfo, refuse
-from lockstep_engine.quantized.coded import IN_WORD, CodedMatrix, CodeForm, KeptCodes, StoredWeight, pack
+from lockstep_engine.quantized.coded import IN_WORD, CodedMatrix, CodeForm, KeptCodes, StoredWeight, pack, shared_form
 from lockstep_engine.quantized.opening import has_weight, open_weight
 from lockstep_engine.quantized.tensors import Tensors
 from lockstep_engine.weight_stream import CHUNK_BYTES, Chunk, chunks, copy_chunks
@@ -64,7 +64,9 @@ class Checkpoint:
         return _NARROW.get(stored.pop() or "") if len(stored) == 1 else None
 
     def code_form(self, pieces: Iterable[Piece]) -> CodeForm | None:
-        """The form in which the codes of all of these slices can stay in memory; None if there is no such form."""
+        """The form in which the codes of all of these slices can stay in memory, that of 8 bits which holds them where
+        they differ; None if there is no such form.
+        """
         forms: set[CodeForm | None] = set()
         for piece in pieces:
             name = self.find(piece.source)
@@ -72,7 +74,10 @@ class Checkpoint:
             form = weight.code_form if isinstance(weight, CodedMatrix) else None
             begins_group = form is None or form.group is None or piece.dim == 0 or piece.start % form.group == 0
             forms.add(form if begins_group else None)
-        return forms.pop() if len(forms) == 1 else None
+        known = [form for form in forms if form is not None]
+        if len(known) < len(forms):
+            return None
+        return known[0] if len(known) == 1 else shared_form(known)
 
     def codes(self, piece: Piece, shape: list[int], form: CodeForm) -> KeptCodes:
         """As `slice`, of a tensor that has a `code_form`: what stays in memory in this form, its own or a wider one."""
@@ -83,7 +88,10 @@ class Checkpoint:
         coded = weight.coded(part, every[1]) if dim == 0 else weight.coded(every[0], part)
         kept = coded.kept(form)
         numbers = torch.tensor(form.table or (_LARGEST_CODE,))
-        if not bool((kept.scales * numbers.abs().max()).isfinite().all()):  # a NaN is the largest
+        largest = kept.scales.abs() * numbers.abs().max()
+        if kept.offsets is not None:
+            largest = largest + kept.offsets.abs()
+        if not bool(largest.isfinite().all()):  # a NaN is the largest
             raise self._damaged(name)
         return kept
 
@@ -222,7 +230,7 @@ def _read_parameters(
         for entry in own:
             _, name, parameter = entry
             is_coded = isinstance(module, Product) and module.code_form is not None
-            kept = (module.weight, module.scales, module.zeros) if is_coded else ()
+            kept = (module.weight, module.scales, module.zeros, module.offsets) if is_coded else ()
             if not any(parameter is each for each in kept):
                 fill(checkpoint, pieces_of(module, name, parameter, checkpoint), parameter)
             elif parameter is module.weight:
@@ -339,8 +347,8 @@ def _keep_narrow(model: nn.Module, checkpoint: Checkpoint, *, on_gpu: bool) -> N
 
 
 def fill_codes(checkpoint: Checkpoint, layer: Product) -> None:
-    """Read the codes, scales and zero points of a layer that keeps them. A head's rows beyond the vocabulary, whose
-    logits are never read, become like its first: equal zero points then stay equal, and are part of the table.
+    """Read the codes, scales, zero points and offsets of a layer that keeps them. A head's rows beyond the vocabulary,
+    whose logits are never read, become like its first: equal zero points then stay equal, and are part of the table.
     """
     assert layer.code_form is not None
     assert layer.scales is not None
@@ -353,12 +361,12 @@ def fill_codes(checkpoint: Checkpoint, layer: Product) -> None:
             layer.weight.data.narrow(piece.dim, piece.offset // unit, piece.length // unit).copy_(codes)
             rows = (piece.offset, piece.length) if piece.dim == 0 else (0, len(layer.weight))
             layer.scales.data.narrow(0, *rows).copy_(kept.scales)
-            if kept.zeros is not None:
-                assert layer.zeros is not None
-                layer.zeros.data.narrow(0, *rows).copy_(kept.zeros)
+            for target, values in ((layer.zeros, kept.zeros), (layer.offsets, kept.offsets)):
+                if target is not None and values is not None:
+                    target.data.narrow(0, *rows).copy_(values)
     if isinstance(layer, VocabHead):
         existing = sum(piece.length for piece in layer.pieces["weight"])
-        for parameter in (layer.weight, layer.scales, layer.zeros):
+        for parameter in (layer.weight, layer.scales, layer.zeros, layer.offsets):
             if parameter is not None:
                 parameter.data[existing:] = parameter.data[:1]
 

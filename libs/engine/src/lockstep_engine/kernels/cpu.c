@@ -17,7 +17,7 @@ int omp_get_thread_num(void);
 int omp_get_num_threads(void);
 
 /* Raised with every change of a signature or layout, so that the caller can refuse a stale build. */
-const int lockstep_cpu_version = 15;
+const int lockstep_cpu_version = 16;
 
 #define BLOCK 16
 #define LANES 16 /* partial sums of a reduction, in every build */
@@ -44,11 +44,12 @@ const int lockstep_cpu_version = 15;
 
 /* The type in which numbers are stored. PAIRS, in packed weights alone: bfloat16, output feature i of a panel's half beside i of the
  * other half, so that a register of 32-bit words is widened to two registers by a shift and by a mask. INT8, in packed weights alone:
- * signed bytes, a value is the code times the scale of its group; INT8_PER_127: times 1 / 127 after that (bitsandbytes). FOUR_BITS, in
- * packed weights alone: a code names one of 16 numbers, a value is the number times the scale of its group; FOUR_BITS_OFFSETS: plus the
- * group's offset, rounded once. Each product is rounded to float32: the bits that widening beforehand gives. INTEGERS, in packed weights
- * alone: signed bytes, each plus 128, for products with activations that are quantized to 8 bits, too (cpu_integers.h). */
-enum kind { FLOAT32, BFLOAT16, FLOAT16, E4M3, PAIRS, INT8, INT8_PER_127, FOUR_BITS, FOUR_BITS_OFFSETS, INTEGERS };
+ * signed bytes, a value is the code times the scale of its group; INT8_PER_127: times 1 / 127 after that (bitsandbytes); INT8_OFFSETS:
+ * plus the group's offset, rounded once. FOUR_BITS, in packed weights alone: a code names one of 16 numbers, a value is the number times
+ * the scale of its group; FOUR_BITS_OFFSETS: plus the group's offset, rounded once. Each product is rounded to float32: the bits that
+ * widening beforehand gives. INTEGERS, in packed weights alone: signed bytes, each plus 128, for products with activations that are
+ * quantized to 8 bits, too (cpu_integers.h). */
+enum kind { FLOAT32, BFLOAT16, FLOAT16, E4M3, PAIRS, INT8, INT8_PER_127, INT8_OFFSETS, FOUR_BITS, FOUR_BITS_OFFSETS, INTEGERS };
 
 /* Codes in e4m3 are read as their values divided by 256: half precision with the same fields, where the exponent's top bit and the
  * fraction's lower bits are 0, has that value. */
@@ -94,9 +95,9 @@ struct rope {
 };
 
 /* out [rows, out_features] = x [rows, in] times panels [ceil(out_features / PANEL), in, PANEL] in `kind` (not BFLOAT16 or E4M3), plus
- * bias or null. Codes have scales [panels, ceil(in / group), PANEL] for groups of neighbouring inputs. Those of four bits are [panels,
- * in / IN_WORD, PANEL] words, and have a table [16] and, with zero points, offsets like scales; IN_WORD divides the group and the input
- * features of a part. tiles: room for rows * in floats, or null for a single row. Rows go through a panel in tiles, and elements of a
+ * bias or null. Codes have scales [panels, ceil(in / group), PANEL] for groups of neighbouring inputs, and some kinds offsets like scales.
+ * Those of four bits are [panels, in / IN_WORD, PANEL] words, and have a table [16]; IN_WORD divides the group and the input features of
+ * a part. tiles: room for rows * in floats, or null for a single row. Rows go through a panel in tiles, and elements of a
  * tile's rows are put side by side before: rows that are a power of two apart would push each other out of the cache. The input
  * features have `parts` equal parts, a power of two. Each is summed for itself, then the parts' sums are added in a balanced tree of
  * neighbours, then the bias: so ranks that have some of the parts each get the same bits together. sums: with more parts than one, room

@@ -28,7 +28,7 @@ from lockstep_engine.kernels.cpu_structs import (
 )
 from lockstep_engine.quantized.coded import pack
 
-_VERSION = 15
+_VERSION = 16
 _PANEL = 32
 _MAX_PANELS, _MAX_ROWS = 4, 12
 """Most panels that a product takes together in any build, and most rows for which it takes several."""
@@ -38,7 +38,7 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`enum kind` of cpu.c."""
 _PAIRS = 4
 """Its kind of a packed bfloat16 weight."""
-_INT8, _INT8_PER_127, _FOUR_BITS, _FOUR_BITS_OFFSETS, _INTEGERS = 5, 6, 7, 8, 9
+_INT8, _INT8_PER_127, _INT8_OFFSETS, _FOUR_BITS, _FOUR_BITS_OFFSETS, _INTEGERS = range(5, 11)
 """Its kinds of a packed weight of codes."""
 _BYTES_IN_WORD = 4
 """`BYTES_IN_WORD` of cpu.c: integers that are multiplied and added together."""
@@ -356,8 +356,8 @@ class Codes:
     """[16], float32: the numbers that codes of four bits stand for, in place of the codes. `IN_WORD` divides the group
     and the inputs of each part."""
     offsets: torch.Tensor | None = None
-    """Shaped like `scales`, float32; only with a table. A value is the number times the scale plus the offset, rounded
-    once to float32."""
+    """Shaped like `scales`, float32. A value is the code's number times the scale plus the offset, rounded once to
+    float32. It comes without `per_127` and `integers`."""
     integers: bool = False
     """Inputs are quantized to 8 bits, too: see `takes_integers`. Only with int8 codes and one group."""
 
@@ -465,6 +465,8 @@ def _packed_kind(dtype: torch.dtype, codes: Codes | None) -> int:
             return _FOUR_BITS if codes.offsets is None else _FOUR_BITS_OFFSETS
         if codes.integers:
             return _INTEGERS
+        if codes.offsets is not None:
+            return _INT8_OFFSETS
         return _INT8_PER_127 if codes.per_127 else _INT8
     return _PAIRS if dtype is torch.bfloat16 else _KINDS[dtype]
 

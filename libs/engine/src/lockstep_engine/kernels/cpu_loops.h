@@ -689,7 +689,8 @@ INLINE void NAME(load_codes)(vec *weights, const void *panel, int64_t at, int sh
         if (kind < FOUR_BITS) codes = __builtin_convertvector(NAME(widen_bytes)((const int8_t *)panel + at + w * VEC), vec);
         else codes = NAME(look_up)(c->table, *(const int_vec *)((const int32_t *)panel + at + w * VEC) >> shift);
         vec scales = *(const vec *)(c->scales + place);
-        weights[w] = kind == FOUR_BITS_OFFSETS ? NAME(fma)(codes, scales, *(const vec *)(c->offsets + place)) : codes * scales;
+        int is_offset = kind == INT8_OFFSETS || kind == FOUR_BITS_OFFSETS;
+        weights[w] = is_offset ? NAME(fma)(codes, scales, *(const vec *)(c->offsets + place)) : codes * scales;
         if (kind == INT8_PER_127) weights[w] = weights[w] * 7.874015748031496e-3f;
     }
 }
@@ -939,6 +940,7 @@ static void NAME(linear)(const struct linear *l, float *sums, int64_t begin, int
     case PAIRS: NAME(linear_panels)(l, sums, begin, end, PAIRS); break;
     case INT8: NAME(coded_panels)(l, sums, begin, end, INT8); break;
     case INT8_PER_127: NAME(coded_panels)(l, sums, begin, end, INT8_PER_127); break;
+    case INT8_OFFSETS: NAME(coded_panels)(l, sums, begin, end, INT8_OFFSETS); break;
     case FOUR_BITS: NAME(coded_panels)(l, sums, begin, end, FOUR_BITS); break;
     case FOUR_BITS_OFFSETS: NAME(coded_panels)(l, sums, begin, end, FOUR_BITS_OFFSETS); break;
     default: NAME(linear_panels)(l, sums, begin, end, FLOAT16);

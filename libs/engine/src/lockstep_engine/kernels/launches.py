@@ -75,10 +75,11 @@ class CodeKind:
     """Whether groups have zero points that differ."""
     table: bool = False
     per_127: bool = False
+    offsets: bool = False
 
     def __str__(self) -> str:
         grouped = "a scale a row" if self.group is None else f"groups of {self.group}"
-        more = [name.replace("_", " ") for name in ("zeros", "table", "per_127") if getattr(self, name)]
+        more = [name.replace("_", " ") for name in ("zeros", "table", "per_127", "offsets") if getattr(self, name)]
         return ", ".join([f"{self.bits} bits", grouped, *more])
 
 
@@ -155,7 +156,7 @@ def coded_calls(products: Iterable[tuple[int, int, bool, CodeForm]], dtype: torc
     for ins, outs, biased, form in products:
         ones, others = _coded_alike(ins, outs)
         # Whether zero points differ is known when they have been read.
-        for zeros in (False, True) if form.table == INTEGERS else (False,):
+        for zeros in (False, True) if form.table == INTEGERS and not form.offsets else (False,):
             found.append(Call("coded", (ones, others, biased, _kind(form, ins, zeros=zeros), dtype)))
     return list(dict.fromkeys(found))
 
@@ -281,7 +282,7 @@ def _coded_alike(ins: int, outs: int) -> tuple[int, int]:
 
 def _kind(form: CodeForm, ins: int, *, zeros: bool) -> CodeKind:
     group = None if form.group is None or form.group >= ins else min(_WIDTH // 2, form.group & -form.group)
-    return CodeKind(form.bits, group, zeros, form.table not in (None, INTEGERS), form.per_127)
+    return CodeKind(form.bits, group, zeros, form.table not in (None, INTEGERS), form.per_127, form.offsets)
 
 
 def _coded(device: torch.device, ins: int, outs: int, biased: bool, kind: CodeKind, dtype: torch.dtype) -> None:
@@ -291,7 +292,8 @@ def _coded(device: torch.device, ins: int, outs: int, biased: bool, kind: CodeKi
     group = kind.group or ins
     scales = torch.zeros(-(-ins // group), outs, device=device)
     table = torch.zeros(16, device=device) if kind.table else None
-    weight = Codes(codes, scales, group, scales if kind.zeros else None, 0.0, table, kind.per_127)
+    zeros, offsets = (scales if given else None for given in (kind.zeros, kind.offsets))
+    weight = Codes(codes, scales, group, zeros, 0.0, table, kind.per_127, offsets)
     bias = torch.zeros(outs, dtype=dtype, device=device) if biased else None
     for rows in (1, *(most + 1 for most in PRODUCT_ROWS)):
         triton_coded.product(torch.zeros(rows, ins, dtype=dtype, device=device), weight, bias)

@@ -1,5 +1,5 @@
 """Linear layers on weights that stay codes of 8 or 4 bits, in Triton: y = x W^T, where a value of W is a code's number
-less the zero point of its group, times the scale of its group.
+less the zero point of its group, times the scale of its group, plus the offset of its group.
 
 A program widens codes as it reads them, to the values that loading would give: computed in float32 and rounded once to
 the type of x. They are then multiplied and summed as `triton_linear` does it, in the same segments and in the same
@@ -39,10 +39,11 @@ conversion is needed, which is slow on some GPUs, and the difference to another 
 def _values(
     codes, table, scales, zeros, shift, first, end,
     even: tl.constexpr, packed: tl.constexpr, zeroed: tl.constexpr, tabled: tl.constexpr, per_127: tl.constexpr,
-    block_n: tl.constexpr, block_k: tl.constexpr,
+    added: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     """[block_n, block_k], float32: the values of inputs from `first` on, which are of one group. `codes`: addresses of
     rows [block_n, 1]; `scales`, `zeros`: addresses of the rows' in the group [block_n]; `table`: [16], or anything.
+    `added`: `zeros` are offsets.
     """
     at = first // 8 + tl.arange(0, block_k // 8) if packed else first + tl.arange(0, block_k)
     if even:
@@ -60,6 +61,8 @@ def _values(
         number = (code | 0x4B000000).to(tl.float32, bitcast=True)
         number -= (tl.load(zeros)[:, None] if zeroed else shift) + _RAISED
     value = number * tl.load(scales)[:, None]
+    if added:
+        value += tl.load(zeros)[:, None]
     return value * 0.007874015748031496 if per_127 else value
 
 
@@ -67,10 +70,10 @@ def _values(
 def _sum_coded(
     codes, scales, zeros, table, shift, group, outs, x, present, begin, end, segment,
     even: tl.constexpr, segmented: tl.constexpr, packed: tl.constexpr, zeroed: tl.constexpr, tabled: tl.constexpr,
-    per_127: tl.constexpr, block_n: tl.constexpr, block_t: tl.constexpr, block_k: tl.constexpr,
+    per_127: tl.constexpr, added: tl.constexpr, block_n: tl.constexpr, block_t: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     """As `triton_linear`'s sum of products, of rows of codes [block_n, 1]. `scales`, `zeros`: addresses of those of the
-    rows in the first group [block_n].
+    rows in the first group [block_n]; `added`: `zeros` are offsets.
     """
     k = tl.arange(0, block_k)
     acc = tl.full((block_n, block_t), 0.0, tl.float32)
@@ -83,7 +86,7 @@ def _sum_coded(
         own = (first // group).to(tl.int64) * outs
         value = _values(
             codes, table, scales + own, zeros + own, shift, first, end,
-            even, packed, zeroed, tabled, per_127, block_n, block_k,
+            even, packed, zeroed, tabled, per_127, added, block_n, block_k,
         )  # fmt: skip
         if even:
             columns = tl.load(x + at[:, None], mask=present[None, :], other=0.0)
@@ -105,11 +108,11 @@ def _sum_coded(
 def _coded(
     out, x, codes, scales, zeros, table, bias, parts, counters, tokens, outs, ins, segment, count, group, shift,
     even: tl.constexpr, biased: tl.constexpr, segmented: tl.constexpr, split: tl.constexpr,
-    packed: tl.constexpr, zeroed: tl.constexpr, tabled: tl.constexpr, per_127: tl.constexpr,
+    packed: tl.constexpr, zeroed: tl.constexpr, tabled: tl.constexpr, per_127: tl.constexpr, added: tl.constexpr,
     block_n: tl.constexpr, block_t: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     """`split`: each of the `count` segments has a program. `shift`: what is subtracted from codes without zero points,
-    where those of 8 bits begin at 0.
+    where those of 8 bits begin at 0. `added`: `zeros` are offsets.
     """
     tile = tl.program_id(1) // count if split else tl.program_id(1)
     t = (tl.program_id(0) * block_t + tl.arange(0, block_t)).to(tl.int64)
@@ -126,7 +129,7 @@ def _coded(
         end = tl.minimum(begin + segment, ins)
         acc = _sum_coded(
             code_rows, scales + row, zeros + row, table, shift, group, outs, x_rows, present, begin, end, segment,
-            even, False, packed, zeroed, tabled, per_127, block_n, block_t, block_k,
+            even, False, packed, zeroed, tabled, per_127, added, block_n, block_t, block_k,
         )  # fmt: skip
         counter = counters + tile * tl.num_programs(0) + tl.program_id(0)
         size = tokens.to(tl.int64) * outs
@@ -136,7 +139,7 @@ def _coded(
     else:
         acc = _sum_coded(
             code_rows, scales + row, zeros + row, table, shift, group, outs, x_rows, present, 0, ins, segment,
-            even, segmented, packed, zeroed, tabled, per_127, block_n, block_t, block_k,
+            even, segmented, packed, zeroed, tabled, per_127, added, block_n, block_t, block_k,
         )  # fmt: skip
         write(out, at, stored, acc, bias, n, outs, biased)
 
@@ -169,12 +172,14 @@ def product(x: torch.Tensor, weight: Codes, bias: torch.Tensor | None = None) ->
     rows, columns = triton.cdiv(tokens, tile.tokens), triton.cdiv(outs, tile.outs)
     split = Split.of(out, outs, ins, rows * columns, few=tokens <= PRODUCT_ROWS[-1])
     scales, table = weight.scales, weight.table
+    zeros = next((each for each in (weight.zeros, weight.offsets) if each is not None), scales)
     _coded[rows, columns * split.programs](
-        out, x, weight.codes, scales, scales if weight.zeros is None else weight.zeros,
-        scales if table is None else table, x if bias is None else bias.contiguous(), split.parts, split.counters,
+        out, x, weight.codes, scales, zeros, scales if table is None else table,
+        x if bias is None else bias.contiguous(), split.parts, split.counters,
         tokens, outs, ins, split.segment, split.count, weight.group, weight.shift if weight.packed else 128.0,
         even=ins % tile.ins == 0, biased=bias is not None, segmented=split.count > 1, split=split.programs > 1,
         packed=weight.packed, zeroed=weight.zeros is not None, tabled=table is not None, per_127=weight.per_127,
+        added=weight.offsets is not None,
         block_n=tile.outs, block_t=tile.tokens, block_k=tile.ins,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,12 +1,15 @@
-"""A part of a weight as a format stores it, and its values: code minus zero point, times the scale of its group.
+"""A part of a weight as a format stores it, and its values: code minus zero point, times the scale of its group, plus
+the group's offset.
 
 Values are computed in float32, where each of these products is exact or rounded once, and rounded to the model's dtype
-when they are copied there. Libraries that multiply in the dtype of the scales have the same bits in that dtype.
+when they are copied there. Formats with offsets have exact products, so that a sum is rounded once, too. Libraries that
+multiply in the dtype of the scales have the same bits in that dtype.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -39,13 +42,16 @@ class Coded:
     """[columns], the group of each; None: there is one group."""
     table: torch.Tensor | None = None
     """[16], float32: the numbers that codes stand for; None: themselves."""
+    offsets: torch.Tensor | None = None
+    """Shaped like `scales`, float32; None: -0.0 everywhere, which changes no value."""
 
     def values(self) -> torch.Tensor:
         """[rows, columns], float32."""
         wide = self.codes.float() if self.table is None else self.table[self.codes.long()]
         if self.zeros is not None:
             wide -= self._of_columns(self.zeros.float())
-        return wide.mul_(self._of_columns(self.scales))
+        wide.mul_(self._of_columns(self.scales))
+        return wide if self.offsets is None else wide.add_(self._of_columns(self.offsets))
 
     def kept(self, form: "CodeForm") -> "KeptCodes":
         """What stays in memory of these columns, the first of which begins a group.
@@ -56,14 +62,18 @@ class Coded:
         rows, columns = self.codes.shape
         firsts = None if self.groups is None else self.groups[torch.arange(0, columns, form.group or columns)]
         scales = (self.scales if firsts is None else self.scales[:, firsts]).expand(rows, -1)
+        offsets = None
+        if form.offsets:
+            offsets = scales.new_full((1, 1), -0.0) if self.offsets is None else self.offsets
+            offsets = (offsets if firsts is None or offsets.shape[1] == 1 else offsets[:, firsts]).expand_as(scales)
         if form.table is not None:
             zeros = scales.new_zeros(1, 1) if self.zeros is None else self.zeros.float()
             zeros = zeros if firsts is None or zeros.shape[1] == 1 else zeros[:, firsts]
-            return KeptCodes(self.codes.to(torch.uint8), scales, zeros.expand_as(scales))
+            return KeptCodes(self.codes.to(torch.uint8), scales, zeros.expand_as(scales), offsets)
         codes = self.codes
         if self.zeros is not None:
             codes = codes.to(torch.int16) - self._of_columns(self.zeros.to(torch.int16))
-        return KeptCodes(codes.to(torch.int8), scales)
+        return KeptCodes(codes.to(torch.int8), scales, None, offsets)
 
     def _of_columns(self, numbers: torch.Tensor) -> torch.Tensor:
         return numbers if self.groups is None or numbers.shape[1] == 1 else numbers[:, self.groups]
@@ -79,17 +89,23 @@ class KeptCodes:
     """[rows, groups], float32."""
     zeros: torch.Tensor | None = None
     """Shaped like `scales`, float32; only with a table."""
+    offsets: torch.Tensor | None = None
+    """Shaped like `scales`, float32; only where the form has them, and then there are no zero points but 0."""
 
 
 IN_WORD = 8
 """Codes of four bits in a word, those of neighbouring inputs, the first in the lowest bits; also in cpu.c."""
 INTEGERS = tuple(map(float, range(16)))
 """The table of codes of four bits that are integers."""
+_LEAST_SHARED_GROUP = 16
+"""Fewest inputs that share a scale in `shared_form`: with half as many, scales and offsets take as much as codes."""
 
 
 @dataclass(frozen=True)
 class CodeForm:
-    """How codes become values, where kernels compute with them: times the scale of their group of inputs."""
+    """How codes become values, where kernels compute with them: times the scale of their group of inputs, plus its
+    offset.
+    """
 
     group: int | None
     """Neighbouring inputs that share a scale; None: all inputs do."""
@@ -101,6 +117,9 @@ class CodeForm:
     integers: bool = False
     """The scheme quantizes inputs to 8 bits, too, each token's by its largest magnitude, and multiplies integers; all
     inputs of a row share a scale."""
+    offsets: bool = False
+    """Each group has an offset, and codes have no zero points. Products of codes and scales are exact, so that kernels
+    may round them or not before the offset is added."""
 
     @property
     def bits(self) -> int:
@@ -117,7 +136,19 @@ class CodeForm:
         """
         if self.table is None or (inputs % unit == 0 and (self.group or 0) % unit == 0):
             return self
-        return CodeForm(self.group) if self.table == INTEGERS else None
+        return replace(self, table=None) if self.table == INTEGERS else None
+
+
+def shared_form(forms: Collection[CodeForm]) -> CodeForm | None:
+    """The form of 8 bits that holds the codes of matrices of several forms, with their values; None: there is none.
+    Groups are the largest that divide all of theirs.
+    """
+    groups = [form.group for form in forms if form.group is not None]
+    integers = all(form.table in (None, INTEGERS) and not form.per_127 and not form.integers for form in forms)
+    group = math.gcd(*groups)
+    if len(groups) < len(forms) or not integers or group < _LEAST_SHARED_GROUP:
+        return None
+    return CodeForm(group, offsets=any(form.offsets for form in forms))
 
 
 class CodedMatrix(ABC):
