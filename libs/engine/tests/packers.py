@@ -1,12 +1,14 @@
 """Quantized tensors written the slow way, one integer at a time, from the formats' descriptions; and their values.
 
-Nothing here is shared with the package that reads them.
+Nothing here is shared with the package that reads them. Blocks of GGUF are random bytes, and their values are those of
+the package `gguf`.
 """
 
 import json
 import shutil
 from pathlib import Path
 
+import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
@@ -189,6 +191,26 @@ def mxfp4(experts, out, inside, seed=0):
     values = np.array(E2M1)[codes] * 2.0 ** (exponents.astype(int) - 127)[..., None]
     flat = torch.from_numpy(values.reshape(experts, out, inside).astype(np.float32))
     return *(torch.from_numpy(each) for each in (blocks, exponents)), flat.transpose(1, 2).contiguous()
+
+
+GGUF_FLOATS = {"q8_0": (0,), "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2)}
+GGUF_FLOATS |= {"q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
+"""Where the float16 numbers of a block are, by its type."""
+
+
+def gguf_blocks(kind, out, inside, seed=0, floats=None):
+    """Blocks of a type, with random bytes. `floats`: numbers to draw scales from, instead of those that make values of
+    about 0.1.
+    """
+    random, type_ = _random(seed), gguf.GGMLQuantizationType[kind.upper()]
+    size, nbytes = gguf.GGML_QUANT_SIZES[type_]
+    blocks = random.integers(0, 256, (out * inside // size, nbytes), np.uint8)
+    for at in GGUF_FLOATS[kind]:
+        most = 0.0001 if kind.endswith("_k") else 0.005
+        numbers = random.uniform(-most, most, len(blocks)) if floats is None else random.choice(floats, len(blocks))
+        blocks[:, at : at + 2] = numbers.astype(np.float16)[:, None].view(np.uint8)
+    rows = blocks.reshape(out, -1)
+    return _tensors(**{f"weight_{kind}": rows}), torch.from_numpy(gguf.dequantize(rows, type_).reshape(out, inside))
 
 
 def compressed_config(form, *, bits=8, kind="int", strategy="channel", symmetric=True, **more):

@@ -4,11 +4,12 @@ from lockstep_engine.quantized.awq import AwqMatrix
 from lockstep_engine.quantized.bitnet import TernaryMatrix
 from lockstep_engine.quantized.bitsandbytes import EightBitMatrix, FourBitMatrix
 from lockstep_engine.quantized.coded import StoredWeight
+from lockstep_engine.quantized.gguf import BlockMatrix, find_type, stored_name
 from lockstep_engine.quantized.gptq import GptqMatrix
 from lockstep_engine.quantized.mxfp4 import Mxfp4Experts
 from lockstep_engine.quantized.packed import PackedMatrix
 from lockstep_engine.quantized.scaled import ScaledMatrix, block_of
-from lockstep_engine.quantized.schemes import Awq, BitNet, BitsAndBytes, Compressed, Fp8, Gptq, Layout, Mxfp4
+from lockstep_engine.quantized.schemes import Awq, BitNet, BitsAndBytes, Compressed, Fp8, Gguf, Gptq, Layout, Mxfp4
 from lockstep_engine.quantized.tensors import Tensors
 
 _WEIGHT = ".weight"
@@ -16,7 +17,7 @@ _WEIGHT = ".weight"
 
 def has_weight(tensors: Tensors, name: str, layout: Layout) -> bool:
     """Whether the checkpoint has a tensor, plain or quantized."""
-    return name in tensors or _packed_name(name, layout) in tensors
+    return name in tensors or _packed_name(tensors, name, layout) in tensors
 
 
 def open_weight(tensors: Tensors, name: str, layout: Layout) -> StoredWeight | None:
@@ -29,7 +30,7 @@ def open_weight(tensors: Tensors, name: str, layout: Layout) -> StoredWeight | N
     Raises:
         LockstepError: a tensor that belongs to it is missing, or has another shape or type than the format implies.
     """
-    if _packed_name(name, layout) in tensors:
+    if _packed_name(tensors, name, layout) in tensors:
         return _packed(tensors, name, layout)
     if tensors.is_float(name):
         return None
@@ -47,13 +48,16 @@ def open_weight(tensors: Tensors, name: str, layout: Layout) -> StoredWeight | N
     raise tensors.refusal(f"tensor {name} is of type {tensors.dtype(name)}, which its quantization does not explain")
 
 
-def _packed_name(name: str, layout: Layout) -> str:
+def _packed_name(tensors: Tensors, name: str, layout: Layout) -> str:
     """The tensor that takes the place of the plain one, in formats that call it otherwise."""
     stem = name.removesuffix(_WEIGHT)
     if isinstance(layout, Mxfp4):
         return f"{name}_blocks"
     if name == stem:
         return ""
+    if isinstance(layout, Gguf):
+        kind = find_type(tensors, name, layout)
+        return "" if kind is None else stored_name(name, kind)
     if isinstance(layout, Gptq | Awq):
         return f"{stem}.qweight"
     return f"{name}_packed" if isinstance(layout, Compressed) else ""
@@ -67,6 +71,8 @@ def _packed(tensors: Tensors, name: str, layout: Layout) -> StoredWeight:
         return AwqMatrix(tensors, stem, layout)
     if isinstance(layout, Compressed):
         return PackedMatrix(tensors, stem, [each for each in layout.groups if each.format == "pack-quantized"])
+    if isinstance(layout, Gguf) and (kind := find_type(tensors, name, layout)) is not None:
+        return BlockMatrix(tensors, name, kind)
     return Mxfp4Experts(tensors, name)
 
 

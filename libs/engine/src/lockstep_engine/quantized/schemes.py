@@ -84,7 +84,19 @@ class BitNet(msgspec.Struct, frozen=True, tag=True):
     """The value is the code over `weight_scale` (`bitlinear`), otherwise times it (`autobitlinear`)."""
 
 
-Layout = Gptq | Awq | Compressed | Fp8 | BitsAndBytes | Mxfp4 | BitNet
+class Gguf(msgspec.Struct, frozen=True, tag=True):
+    """Blocks of a GGUF file, whose type is in the names of the tensors."""
+
+    types: tuple[str, ...]
+    """Those of `GGUF_TYPES` that the checkpoint has."""
+
+
+GGUF_METHOD = "gguf-blocks"
+"""`quant_method` of checkpoints that `lockstep convert` writes; transformers' own `gguf` means a GGUF file."""
+GGUF_TYPES = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
+"""Types of blocks that are read; see `gguf`."""
+
+Layout = Gptq | Awq | Compressed | Fp8 | BitsAndBytes | Mxfp4 | BitNet | Gguf
 
 
 @dataclass(frozen=True)
@@ -283,6 +295,13 @@ def _bitnet(fields: _Fields, remarks: list[str]) -> BitNet:
     return BitNet(linear == "bitlinear")
 
 
+def _gguf(fields: _Fields, _remarks: list[str]) -> Gguf:
+    types = fields.get("types")
+    if not isinstance(types, list) or not types or not all(each in GGUF_TYPES for each in types):
+        raise fields.refusal("types", f"a list of {', '.join(GGUF_TYPES)}")
+    return Gguf(tuple(types))
+
+
 _READERS: Mapping[str, Callable[[_Fields, list[str]], Layout]] = {
     "gptq": _gptq,
     "awq": _awq,
@@ -292,4 +311,5 @@ _READERS: Mapping[str, Callable[[_Fields, list[str]], Layout]] = {
     "bitsandbytes": _bitsandbytes,
     "mxfp4": _mxfp4,
     "bitnet": _bitnet,
+    GGUF_METHOD: _gguf,
 }
