@@ -125,8 +125,10 @@ def test_missing_weights_are_refused(checkpoint, tmp_path, capsys):
     )
 
 
-def rewrite(source, target, *, without_tensor="", without_fields=(), fields=(), tensors=()):
-    """Write a GGUF file again, without a tensor or fields, and with other ones."""
+def rewrite(source, target, *, without_tensor="", without_fields=(), fields=(), tensors=(), blocks=None):
+    """Write a GGUF file again, without a tensor or fields, and with other ones. `blocks`: types and their random bytes
+    by the names of matrices.
+    """
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
@@ -134,7 +136,10 @@ def rewrite(source, target, *, without_tensor="", without_fields=(), fields=(), 
             kind, *inner = field.types
             writer.add_key_value(name, field.contents(), kind, sub_type=inner[-1] if inner else None)
     for tensor in reader.tensors:
-        if tensor.name != without_tensor:
+        if tensor.name in (blocks or {}):
+            kind, data = blocks[tensor.name]
+            writer.add_tensor(tensor.name, data, raw_dtype=kind)
+        elif tensor.name != without_tensor:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     kinds = {str: gguf.GGUFValueType.STRING, float: gguf.GGUFValueType.FLOAT32, int: gguf.GGUFValueType.UINT32}
     for name, value in dict(fields).items():
@@ -285,7 +290,8 @@ def test_a_scaling_that_the_architecture_does_not_have_is_refused(tmp_path):
 def test_narrow_weights_are_near_the_ones_they_stand_for(kind, most, checkpoint, tmp_path):
     folder, file, back = checkpoint("llama"), tmp_path / "m.gguf", tmp_path / "back"
     assert convert(folder, file, "--dtype", kind) == 0
-    assert convert(file, back, "--dtype", "float32") == 0
+    assert convert(file, back, "--dtype", "float32", "--float") == 0
+    assert "quantization_config" not in json.loads((back / "config.json").read_text())
     given, read = load_file(folder / "model.safetensors"), load_file(back / "model.safetensors")
     assert given.keys() == read.keys()
     for name, value in given.items():
@@ -471,6 +477,7 @@ def test_what_is_no_gguf_file_is_refused(tmp_path, capsys):
         ((str(REFERENCE), "there.gguf"), "there.gguf exists already"),
         (("there.gguf", "b", "--dtype", "q8_0"), "a directory holds float32, float16, bfloat16"),
         ((str(REFERENCE), "nowhere/m.gguf"), "nowhere is not a directory"),
+        ((str(REFERENCE), "m.gguf", "--float"), "--float is for a directory"),
     ],
 )
 def test_mistakes_are_reported_at_once(arguments, sentence, tmp_path, monkeypatch, capsys):

@@ -14,10 +14,13 @@ from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
 
 DESCRIPTION = """\
 Make a directory with safetensors of a GGUF file, so that it can be served, or a GGUF file of a directory. The
-name that ends in .gguf decides the direction. Quantized weights are read, too; the directory has them in --dtype."""
+name that ends in .gguf decides the direction. Weights that are quantized as q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k or
+q6_k stay as they are in the directory, which lockstep alone reads then; others are widened to --dtype. With --float all
+are."""
 
 EXAMPLES = """\
-  lockstep convert llama-3-8b-instruct.Q8_0.gguf /models/llama-3-8b --dtype bfloat16
+  lockstep convert llama-3-8b-instruct.Q4_K_M.gguf /models/llama-3-8b-q4 --dtype bfloat16
+  lockstep convert llama-3-8b-instruct.Q8_0.gguf /models/llama-3-8b --dtype bfloat16 --float
   lockstep convert models/reference reference.gguf --dtype q8_0"""
 
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -30,25 +33,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "target", metavar="TARGET", type=Path, help="the directory or the .gguf file to write; must not exist yet"
     )
     parser.add_argument(
-        "--dtype", choices=(*_DTYPES, "q8_0", "q4_0"), default="float16", help="type of the weights (default: float16)"
+        "--dtype",
+        choices=(*_DTYPES, "q8_0", "q4_0"),
+        default="float16",
+        help="type of the weights, in a directory of those that do not stay quantized (default: float16)",
+    )
+    parser.add_argument(
+        "--float", dest="widen", action="store_true", help="write quantized weights in --dtype, for other engines, too"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert; the target appears once it is complete."""
     source, target, dtype = arguments.source, arguments.target, arguments.dtype
-    to_file = target.suffix == ".gguf"
-    if to_file == (source.suffix == ".gguf"):
-        raise CommandError("one of SOURCE and TARGET has to end in .gguf", UNUSABLE)
-    if not source.exists():
-        raise CommandError(f"{source} does not exist", UNUSABLE)
-    if target.exists():
-        raise CommandError(f"{target} exists already", UNUSABLE)
-    if not to_file and dtype not in _DTYPES:
-        raise CommandError(f"--dtype {dtype}: a directory holds {', '.join(_DTYPES)}", UNUSABLE)
+    to_file = _check(arguments)
     # This command shows its own progress, and nothing is fetched.
     os.environ |= {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     from lockstep_tools.model import gguf_files  # noqa: PLC0415 - it loads torch
+    from lockstep_tools.model.gguf_codes import describe  # noqa: PLC0415
 
     notes = console.notes()
     with _temporary(target) as folder, notes.status("") as status:
@@ -62,8 +64,15 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 status.update(Text(f"reading {source}"))
                 made.mkdir()
-                info = gguf_files.read(source, made, dtype)
-                result = f"{target}: {info.architecture}, context {info.context_length}; `lockstep serve {target}`"
+                done = gguf_files.read(source, made, dtype, widen=arguments.widen)
+                info, what = done.info, ""
+                if done.kept:
+                    what += f"; as stored: {describe(done.kept)}"
+                if done.widened:
+                    what += f"; widened to {dtype}: {describe(done.widened)}"
+                result = (
+                    f"{target}: {info.architecture}, context {info.context_length}{what}; `lockstep serve {target}`"
+                )
             shutil.move(made, target)
         except LockstepError as error:
             raise CommandError(error.message, UNUSABLE) from None
@@ -71,6 +80,23 @@ def run(arguments: argparse.Namespace) -> int:
             raise CommandError(f"{target} cannot be written: {error.strerror or error}", FAILED) from None
     notes.print(result, markup=False)
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> bool:
+    """Refuse what cannot be converted; return whether a file is to be written."""
+    source, target, dtype = arguments.source, arguments.target, arguments.dtype
+    to_file = bool(target.suffix == ".gguf")
+    if to_file == (source.suffix == ".gguf"):
+        raise CommandError("one of SOURCE and TARGET has to end in .gguf", UNUSABLE)
+    if not source.exists():
+        raise CommandError(f"{source} does not exist", UNUSABLE)
+    if target.exists():
+        raise CommandError(f"{target} exists already", UNUSABLE)
+    if to_file and arguments.widen:
+        raise CommandError("--float is for a directory that is made of a GGUF file", UNUSABLE)
+    if not to_file and dtype not in _DTYPES:
+        raise CommandError(f"--dtype {dtype}: a directory holds {', '.join(_DTYPES)}", UNUSABLE)
+    return to_file
 
 
 def _temporary(target: Path) -> "tempfile.TemporaryDirectory[str]":

@@ -1,12 +1,15 @@
 """Checkpoints as GGUF files, llama.cpp's format (github.com/ggml-org/ggml, docs/gguf.md): read into a directory in the
 Hugging Face layout, and written from one.
 
-`transformers` reads every quantization; the `gguf` package writes. The complete tokenizer is stored in the field that
-the format has for it, so that a file written here reads back unchanged; other files give what is in them.
+`transformers` reads every quantization, and `gguf_codes` keeps the blocks of the usual ones; the `gguf` package writes.
+The complete tokenizer is stored in the field that the format has for it, so that a file written here reads back
+unchanged; other files give what is in them.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from lockstep_tools.model import gguf_codes
 from lockstep_tools.model.gguf_rope import carry_scaling
 
 Progress = Callable[[int, int], None]
@@ -59,16 +63,26 @@ WORD_SPLITS = {_WORD + r"\p{N}{1,3}" + _REST: "llama-bpe", _WORD + r"\p{N}" + _R
 """The pattern by which a byte-level tokenizer splits texts into words, to llama.cpp's name for it."""
 
 
-def read(path: Path, folder: Path, dtype: str) -> ModelInfo:
+@dataclass(frozen=True)
+class Conversion:
+    """What became of a GGUF file."""
+
+    info: ModelInfo
+    """The checkpoint that the directory holds now."""
+    kept: Counter[str]
+    """How many quantized weights of each type were kept as they are."""
+    widened: Counter[str]
+    """How many were not; empty where that was asked for."""
+
+
+def read(path: Path, folder: Path, dtype: str, *, widen: bool = False) -> Conversion:
     """Write the content of a GGUF file as config.json, safetensors and tokenizer.
 
     Args:
         path: the file.
         folder: the directory to write to; it exists.
-        dtype: torch's name of the type of the weights.
-
-    Returns:
-        The checkpoint that the folder holds now.
+        dtype: torch's name of the type of the weights that are not kept as blocks.
+        widen: keep none.
 
     Raises:
         LockstepError: it is not a GGUF file, its rotary scaling cannot be kept, or its model cannot be served.
@@ -103,12 +117,16 @@ def read(path: Path, folder: Path, dtype: str) -> ModelInfo:
     carry_scaling(path, reader, model.config)
     if len(ends := _end_ids(fields)) > 1:  # transformers reads one
         model.generation_config.eos_token_id = ends
-    model.save_pretrained(folder)
+    blocks = gguf_codes.Blocks() if widen else gguf_codes.find(path, reader, model)
+    if blocks.tensors:
+        gguf_codes.save(blocks, model, folder)
+    else:
+        model.save_pretrained(folder)
     for file in folder.iterdir():
         file.chmod(
             0o644
         )  # safetensors makes files readable by their owner only, and a server often runs as another user
-    return inspect_model(EngineConfig(model=str(folder)))
+    return Conversion(inspect_model(EngineConfig(model=str(folder))), blocks.kinds, blocks.widened)
 
 
 def write(folder: Path, path: Path, weights: str, progress: Progress) -> None:
