@@ -108,7 +108,7 @@ CODES = {"int8": CodeForm(None), "int4": CodeForm(128, table=INTEGERS)}
 """Forms in which weights of layers stay codes; all groups have the same zero point."""
 _CODED = "Llama-3-8B"
 _LARGE = 2**20
-_KERNELS = ("attention", "coded", "compress", "exact_attention", "gate", "linear", "norm", "rows", "store")
+_KERNELS = ("attention", "coded", "compress", "exact_attention", "gate", "latent", "linear", "norm", "rows", "store")
 _FREE = {
     "empty",
     "new_empty",
@@ -273,7 +273,7 @@ class Counted:
         triton_linear.counters(META)  # made once, and not by a step
         self.width = info.context_length // BLOCK_SIZE
         self.context_length = info.context_length
-        self.problem = served_problem(self.model.head_dim)
+        self.problem = served_problem(self.model.head_dim, self.model.latent)
 
     def cache(self):
         return KvCache(
@@ -283,6 +283,7 @@ class Counted:
             blocks=self.width,
             dtype=DTYPE,
             device=META,
+            latent=self.model.latent,
         )
 
     def count(self, work, tokens):
@@ -291,7 +292,8 @@ class Counted:
         for field in ("torch_operations", "triton_launches", "collectives", "marks", "bytes"):
             setattr(cost, field, 0)
         cost.names.clear()
-        held = tokens * self.model.kv_heads * self.model.head_dim * 2 * DTYPE.itemsize
+        stored = 1 if self.model.latent else 2
+        held = tokens * self.model.kv_heads * self.model.head_dim * stored * DTYPE.itemsize
         kept = []
         try:
             for part in _KERNELS:
@@ -345,11 +347,11 @@ def keep_all(model, form):
             layer.pack()
 
 
-def served_problem(head_dim):
+def served_problem(head_dim, latent):
     """Why the kernels do not serve heads of this width on a GPU."""
     kept, gpu.build_problem = gpu.build_problem, lambda: None
     try:
-        return gpu.problem(torch.device("cuda"), DTYPE, head_dim)
+        return gpu.problem(torch.device("cuda"), DTYPE, head_dim, latent)
     finally:
         gpu.build_problem = kept
 

@@ -331,9 +331,10 @@ class TestQuantize:
             torch.testing.assert_close(out[0, 0], torch.full((16,), (15 + weight) / (16 + weight)))
 
 
-def test_a_cold_blocks_memory_is_what_is_said():
+@pytest.mark.parametrize("latent", [0, 32])
+def test_a_cold_blocks_memory_is_what_is_said(latent):
     for dtype, compressed_layers in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, (1, 4))):
-        shape = {"layers": 5, "kv_heads": 2, "head_dim": 48, "dtype": dtype}
+        shape = {"layers": 5, "kv_heads": 2, "head_dim": 48, "dtype": dtype, "latent": latent}
         cache = KvCache(
             **shape,
             blocks=1,
@@ -343,5 +344,11 @@ def test_a_cold_blocks_memory_is_what_is_said():
             device=torch.device("cpu"),
         )
         said = KvCache.cold_block_bytes(**shape, compressed_layers=compressed_layers)
-        tensors = [each for layer in range(5) for each in vars(cache.layer(layer).cold).values() if each is not None]
-        assert sum(tensor.nbytes for tensor in tensors) == said * 7
+        colds = [cache.layer(layer).cold for layer in range(5)]
+        tensors = [(each.keys, each.key_scales) if latent else vars(each).values() for each in colds]
+        kept = [each for found in tensors for each in found if each is not None]
+        assert sum(tensor.nbytes for tensor in kept) == said * 7
+        if latent:
+            assert all(each.values.data_ptr() == each.keys.data_ptr() for each in colds)
+            scales = [(each.key_scales, each.value_scales) for each in colds if each.key_scales is not None]
+            assert all(one.data_ptr() == other.data_ptr() for one, other in scales)

@@ -56,7 +56,7 @@ class GpuRank(Rank):
         module = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
         self._device, self._dtype, self._group, self._deterministic = CUDA, torch.bfloat16, group, False
         self._spec = SimpleNamespace(config=settings)
-        self.model = SimpleNamespace(head_dim=128, kv_heads=2, module=module)
+        self.model = SimpleNamespace(head_dim=128, latent=0, kv_heads=2, module=module)
 
 
 class SecondOfTwo:
@@ -219,7 +219,7 @@ def test_every_form_of_attention_that_serves_is_launched_first(exact, windowed, 
     monkeypatch.setattr(prebuilt, "activate", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     gpu.try_attention(CUDA, torch.float16, 64, 4, compressed=True, windowed=windowed, exact=exact)
-    expected = [(4, 64, torch.float16, True, window, exact) for window in ((False, True) if windowed else (False,))]
+    expected = [(4, 64, torch.float16, True, window, exact, 0) for window in ((False, True) if windowed else (False,))]
     assert asked == expected
 
 

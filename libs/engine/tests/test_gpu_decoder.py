@@ -38,6 +38,7 @@ class Served:
             blocks=8,
             dtype=torch.float32,
             device=DEVICE,
+            latent=self.model.latent,
         )
 
     def layout(self, starts, length):
@@ -61,6 +62,8 @@ class Served:
     [
         ("qwen3", True),
         ("gemma2", False),
+        ("deepseek_v3", False),  # latents, and a mixture after the first layer
+        further("deepseek_v2", False),
         further("mistral", True),
         further("llama-eight-heads", True),
         further("qwen2", True),

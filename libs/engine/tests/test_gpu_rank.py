@@ -243,6 +243,17 @@ def test_the_kernels_serve_some_types_and_widths_on_gpus(device, dtype, head_dim
     assert gpu.usable(torch.device(device), dtype, head_dim) == usable
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "latent", "usable"), [(576, 512, True), (48, 32, True), (578, 514, False), (640, 512, False)]
+)
+def test_the_kernels_serve_latents_of_some_widths(head_dim, latent, usable, monkeypatch):
+    monkeypatch.setattr(gpu, "build_problem", lambda: None)
+    assert gpu.usable(torch.device("cuda"), torch.bfloat16, head_dim, latent) == usable
+    assert gpu.problem(torch.device("cuda"), torch.bfloat16, 576) == (
+        "heads are 576 wide; kernels take multiples of 4 up to 256"
+    )
+
+
 @pytest.mark.exhaustive  # minutes; `test_exact_ranks` shows the same of two ranks
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 @pytest.mark.usefixtures("ordered_products")

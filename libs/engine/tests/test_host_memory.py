@@ -147,14 +147,13 @@ def test_streams_with_windows_latents_and_sinks_have_the_bits_of_computed_ones(t
         ),
     ],
 )
-def test_blocks_lie_in_their_slots_byte_by_byte_and_come_back_elsewhere(device):
+@pytest.mark.parametrize(("kv_heads", "latent"), [(2, 0), (1, 16)])
+def test_blocks_lie_in_their_slots_byte_by_byte_and_come_back_elsewhere(device, kv_heads, latent):
     """Also where a hot block does not fill its last slot."""
+    geometry = {"layers": 3, "kv_heads": kv_heads, "head_dim": 20, "dtype": torch.float16, "latent": latent}
     cache = KvCache(
-        layers=3,
-        kv_heads=2,
-        head_dim=20,
+        **geometry,
         blocks=4,
-        dtype=torch.float16,
         device=torch.device(device),
         cold_blocks=4,
         hot_window=NARROW,
@@ -163,7 +162,6 @@ def test_blocks_lie_in_their_slots_byte_by_byte_and_come_back_elsewhere(device):
     for cold in (False, True):
         for tensor, _ in cache.block_tensors(cold=cold):
             tensor.view(torch.uint8).random_()
-    geometry = {"layers": 3, "kv_heads": 2, "head_dim": 20, "dtype": torch.float16}
     cold_bytes = KvCache.cold_block_bytes(**geometry, compressed_layers=(0, 2))
     sizes = HostSizes(8, cold_bytes, 2, 2)
     assert cold_bytes < KvCache.block_bytes(**geometry) < 2 * cold_bytes

@@ -9,9 +9,15 @@ from lockstep_engine.kv_cache import KvCache
 BLOCKS = 9
 
 
-def make(layers=2, kv_heads=3, head_dim=10, dtype=torch.float32):
+def make(layers=2, kv_heads=3, head_dim=10, dtype=torch.float32, latent=0):
     return KvCache(
-        layers=layers, kv_heads=kv_heads, head_dim=head_dim, blocks=BLOCKS, dtype=dtype, device=torch.device("cpu")
+        layers=layers,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        blocks=BLOCKS,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        latent=latent,
     )
 
 
@@ -83,3 +89,19 @@ def test_the_memory_of_a_block_is_as_computed(dtype):
     cache = make(layers=5, kv_heads=2, head_dim=48, dtype=dtype)
     said = KvCache.block_bytes(layers=5, kv_heads=2, head_dim=48, dtype=dtype)
     assert cache.keys.nbytes + cache.values.nbytes == said * (BLOCKS + 1)
+
+
+def test_values_of_a_latent_are_the_first_components_of_keys():
+    cache = make(layers=2, kv_heads=1, head_dim=48, latent=32)
+    keys = torch.randn(1, 3, 48)
+    cache.store(1, keys, keys, torch.tensor([5, 16, 17]))
+    index = cache.block_index(np.array([[0, 1]], np.int32))
+    found_keys, found_values = cache.gather(1, index, 1)
+    assert torch.equal(found_keys[:, [5, 16, 17]], keys)
+    assert torch.equal(found_values[:, [5, 16, 17]], keys[..., :32])
+    assert cache.keys.nbytes == KvCache.block_bytes(
+        layers=2, kv_heads=1, head_dim=48, dtype=torch.float32, latent=32
+    ) * (BLOCKS + 1)
+    assert [tensor is cache.keys for tensor, _ in cache.block_tensors(cold=False)] == [True]
+    cache.clear(torch.tensor([0, 1]))
+    assert not cache.values.any()

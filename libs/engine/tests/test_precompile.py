@@ -108,6 +108,13 @@ def test_windows_of_a_model_that_is_not_in_the_list(fields, windows):
     assert model_list.from_config(CONFIG | fields).windows == windows
 
 
+def test_a_latent_is_one_head_of_every_rank():
+    latent = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+    widths = model_list.from_config(CONFIG | latent)
+    assert (widths.kv_heads, widths.head_dim, widths.latent, widths.plain) == (1, 576, 512, False)
+    assert {kv_heads for _, kv_heads, _ in model_list.splits(widths)} == {1}
+
+
 def test_a_model_is_split_like_the_engine_splits_it():
     assert list(model_list.splits(model_list.MODELS["llama-3.1-8b"])) == [
         (32, 8, 14336), (16, 4, 7168), (8, 2, 3584), (4, 1, 1792),

@@ -43,6 +43,7 @@ def test_a_name_depends_on_all_tokens_before_the_end_of_its_block():
         {"ready": msgspec.structs.replace(READY, fingerprint="other bits")},
         {"ready": msgspec.structs.replace(READY, dtype="bfloat16")},
         {"ready": msgspec.structs.replace(READY, deterministic=False)},
+        {"ready": msgspec.structs.replace(READY, latent=32)},
     ],
     ids="-".join,
 )

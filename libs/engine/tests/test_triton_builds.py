@@ -74,6 +74,7 @@ def test_kernels_build_for_hopper_use_what_it_has_and_serve_steps_of_any_size():
         further("gemma2"),  # by its modules; windows in some layers, soft caps
         further("falcon"),  # one key/value head
         further("mixtral"),  # grouped experts
+        further("deepseek_v3"),  # latents
     ],
 )
 def test_a_rank_that_is_ready_builds_nothing_more(name):
@@ -84,6 +85,24 @@ def test_a_rank_that_is_ready_builds_nothing_more(name):
     assert report["recorded"]
     assert report["moves"]
     assert report["most_sequences"] > 32  # of which keys are not split
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [86, *(further(each) for each in (80, 89, 90, 100))])
+def test_latent_attention_builds_and_spills_little(arch):
+    """That it fits shared memory is shown by its loading."""
+    report = build("build_latent.py", arch)
+    attend = [usage for usage in report["used"] if usage["kernel"] == "_attend_latent"]
+    # Whole results and partial ones; on large GPUs also a tile of its own for prefill, and both of 128 heads.
+    assert len(attend) == 2 * 4 + (3 if arch in (90, 100) else 0)
+    for usage in attend:
+        # Around the loops over keys, not in them, as their machine code for sm_80, 90 and 100 shows.
+        assert usage["spilled_bytes"] <= (448 if arch == 80 and usage["exact"] else 192), usage
+        assert count(usage, "LDGSTS.E.BYPASS.128")
+        assert usage["shared_bytes"] <= (232_448 if arch in (90, 100) else 99 * 1024)
+        wide = count(usage, "HGMMA", "UTCHMMA")
+        assert (wide > 0) == (usage["shared_bytes"] > 99 * 1024)
+        assert not (wide and usage["exact"])  # whose products are all made by one instruction
 
 
 @pytest.mark.exhaustive

@@ -31,14 +31,18 @@ def by_torchs_products(cache, layout):
 
 
 class Texts:
-    """Random queries, keys and values of sequences, and blocks for them in disorder."""
+    """Random queries, keys and values of sequences, and blocks for them in disorder. `latent`: as in `KvCache`."""
 
-    def __init__(self, lengths, *, heads=4, kv_heads=2, dim=32, seed=0, scale=1.0):
+    def __init__(self, lengths, *, heads=4, kv_heads=2, dim=32, seed=0, scale=1.0, latent=0):
         generator = torch.Generator().manual_seed(seed)
         self.lengths, self.heads, self.kv_heads, self.dim = lengths, heads, kv_heads, dim
         self.queries = [torch.randn(heads, each, dim, generator=generator) * scale for each in lengths]
         self.keys = [torch.randn(kv_heads, each, dim, generator=generator) * scale for each in lengths]
-        self.values = [torch.randn(kv_heads, each, dim, generator=generator) for each in lengths]
+        self.latent = latent
+        if latent:
+            self.values = [each[..., :latent] for each in self.keys]
+        else:
+            self.values = [torch.randn(kv_heads, each, dim, generator=generator) for each in lengths]
         needs = [-(-each // BLOCK_SIZE) for each in lengths]
         order = np.random.default_rng(seed).permutation(sum(needs)).astype(np.int32)
         self.blocks = np.split(order, np.cumsum(needs)[:-1])
@@ -61,8 +65,8 @@ class Texts:
         drops=False,
         **options,
     ):
-        """Outputs [length, heads, dim] of each sequence after `steps`, each a list of (sequence, tokens to compute), of
-        a model that computes in `dtype`.
+        """Outputs [length, heads, width of values] of each sequence after `steps`, each a list of (sequence, tokens to
+        compute), of a model that computes in `dtype`.
 
         With a hot_window, blocks are compressed when it says so, and what nobody may read any more becomes NaN. With
         `drops`, blocks before the window of the step's first query become NaN, too, and tables have them no more.
@@ -79,12 +83,13 @@ class Texts:
             cold_blocks=0 if hot_window is None else total,
             hot_window=hot_window,
             compressed_layers=compressed,
+            latent=self.latent,
         )
         cache.keys[:, :, :total] = math.nan  # what earlier owners left; a block is cleared when it is entered
         cache.values[:, :, :total] = math.inf
         spoil(cache)
         done = [0] * len(self.lengths)
-        out = [torch.full((each, self.heads, self.dim), math.nan) for each in self.lengths]
+        out = [torch.full((each, self.heads, self.latent or self.dim), math.nan) for each in self.lengths]
         for step in steps:
             attention = kind(cache, self._layout(step, done, cache, window))
             if poison:
@@ -189,7 +194,10 @@ def dense(texts, *, window=None, soft_cap=None, bias=None, hot_window=None):
         if hot_window is not None:
             cold = (block[None, :] >= hot_window.sink) & (block[:, None] - block[None, :] > hot_window.size)
         k, v = (each.double().repeat_interleave(repeat, 0) for each in stored)
-        cold_k, cold_v = (compressed(each).double().repeat_interleave(repeat, 0) for each in stored)
+        kept = [compressed(each) for each in stored]
+        if texts.latent:
+            kept[1] = kept[0][..., : texts.latent]
+        cold_k, cold_v = (each.double().repeat_interleave(repeat, 0) for each in kept)
         q = queries.double()
         scores = torch.where(cold, q @ cold_k.transpose(1, 2), q @ k.transpose(1, 2)) * texts.dim**-0.5
         if soft_cap:

@@ -15,10 +15,10 @@ from torch.nn import functional
 
 
 def attend(queries: torch.Tensor, layer: LayerCache, paged: Paged, scoring: Scoring) -> torch.Tensor:
-    """Attention of [heads, tokens, dim] over the cache: [tokens, heads, dim]. Rows of no sequence are 0."""
+    """Attention of [heads, tokens, dim] over the cache: [tokens, heads, width of values]. Rows of no sequence are 0."""
     heads, tokens, dim = queries.shape
     kv_heads, hot_blocks = layer.keys.shape[:2]
-    out = queries.new_zeros(tokens, heads, dim)
+    out = queries.new_zeros(tokens, heads, layer.latent or dim)
     numbers = torch.stack([paged.starts, paged.lengths, paged.rows], dim=1).tolist()
     for table, hot_table, (start, length, row) in zip(paged.tables, paged.hot_tables, numbers, strict=True):
         end = start + length

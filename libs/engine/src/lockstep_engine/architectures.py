@@ -86,7 +86,7 @@ class Architecture:
 
 
 _PLAIN = Architecture()
-_MLA = "caches one latent a token on every rank, as keys and again as values; heads are split"
+_MLA = "caches one latent a token on every rank, on the CPU as keys and again as values; heads are split"
 _WHOLE_NORM = Architecture(split_plan=_HEAD_NORMS, note="query and key norms over all heads: one more sum")
 _GRANITE_SPELLINGS = (
     (".experts.gate_up_proj", ".input_linear.weight"),

@@ -100,11 +100,12 @@ class StepAttention(ABC):
         Args:
             layer: number of the layer.
             queries: [heads, tokens, head dim].
-            keys, values: [kv heads, tokens, head dim]; heads is a multiple of kv heads.
+            keys, values: [kv heads, tokens, head dim]; heads is a multiple of kv heads. A cache of a latent does not
+                look at the values.
             scoring: how scores are made; its bias and sinks are for these heads.
 
         Returns:
-            [tokens, heads, head dim].
+            [tokens, heads, head dim]; of a latent at least its width.
         """
         self._store(layer, keys, values)
         return self._attend(layer, queries, scoring)

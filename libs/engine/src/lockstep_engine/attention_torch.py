@@ -82,7 +82,8 @@ class TorchAttention(StepAttention):
             self._cache.compress(self._moves, layer)
         if len(self._groups) == 1:
             return self._attend_group(self._groups[0], layer, queries, scoring)
-        out = torch.empty_like(queries.transpose(0, 1), memory_format=torch.contiguous_format)
+        heads, tokens, dim = queries.shape
+        out = queries.new_empty(tokens, heads, self._cache.latent or dim)
         for group in self._groups:
             out[group.tokens] = self._attend_group(group, layer, queries[:, group.tokens], scoring)
         return out
@@ -121,8 +122,8 @@ class TorchAttention(StepAttention):
         else:
             out = self._weighted_sum(weights.masked_fill(cold.seen, 0), v)
             out = out + self._weighted_sum(cold.weights(weights), cold.values)
-        out = out.to(v.dtype).view(group.sequences, kv_heads, per_head, group.queries, dim)
-        return out.permute(0, 3, 1, 2, 4).reshape(tokens, heads, dim)
+        out = out.to(v.dtype).view(group.sequences, kv_heads, per_head, group.queries, -1)
+        return out.permute(0, 3, 1, 2, 4).reshape(tokens, heads, -1)
 
     def _products(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """[rows, queries, dim] x [rows, keys, dim] -> [rows, queries, keys], in float32."""

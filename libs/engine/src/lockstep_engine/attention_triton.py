@@ -14,9 +14,16 @@ from numpy.typing import NDArray
 
 from lockstep_engine.attention import StepAttention, StepLayout
 from lockstep_engine.config import BLOCK_SIZE
-from lockstep_engine.kernels import triton_attention, triton_compress, triton_exact_attention, triton_store
+from lockstep_engine.kernels import (
+    triton_attention,
+    triton_compress,
+    triton_exact_attention,
+    triton_latent,
+    triton_store,
+)
 from lockstep_engine.kernels.triton_attention import Paged, Tiles
 from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.layer_cache import LayerCache
 from lockstep_engine.scoring import Scoring
 from lockstep_engine.transfers import to_device_at_once
 
@@ -58,8 +65,7 @@ class TritonAttention(StepAttention):
         arrays = [step.tables, hot_tables, step.starts, lengths, rows, single, np.zeros_like(single), moves]
         tables, hot, starts, counts, firsts, sequences, zeros, self._moves = _to_device(arrays, cache.keys.device)
         self._paged = Paged(tables, hot, starts, counts, firsts, cache.hot_window)
-        longest = step.tables.shape[1] * BLOCK_SIZE
-        splits = triton_attention.splits_for(max(1, len(single)), cache.kv_heads, longest, cache.keys.device)
+        splits = _splits_for(cache, max(1, len(single)), step.tables.shape[1])
         self._single = Tiles(sequences, zeros, 1, splits) if len(single) else None
         self._long_tiles: dict[int, Tiles] = {}
 
@@ -103,17 +109,23 @@ class TritonAttention(StepAttention):
         if len(self._moves):
             triton_compress.compress(self._cache.cold_layers(layer), self._moves)
         heads, tokens, dim = queries.shape
-        out = torch.empty(tokens, heads, dim, dtype=queries.dtype, device=queries.device)
-        for tiles in (self._single, self._prefill(heads // self._cache.kv_heads, queries.dtype)):
-            if tiles is not None:
+        out = torch.empty(tokens, heads, cache.latent or dim, dtype=queries.dtype, device=queries.device)
+        for tiles in (self._single, self._prefill(heads // self._cache.kv_heads, queries.dtype, cache)):
+            if tiles is None:
+                continue
+            if cache.latent:
+                triton_latent.attend(queries, cache, self._paged, scoring, tiles, out, exact=self._exact)
+            else:
                 attend = triton_exact_attention.attend if self._exact else triton_attention.attend
                 attend(queries, cache, self._paged, scoring, tiles, out)
         return out
 
-    def _prefill(self, per_head: int, dtype: torch.dtype) -> Tiles | None:
+    def _prefill(self, per_head: int, dtype: torch.dtype, layer: LayerCache) -> Tiles | None:
         if not len(self._long):
             return None
-        if self._exact:
+        if layer.latent:
+            size = triton_latent.queries_a_tile(per_head, layer, exact=self._exact)
+        elif self._exact:
             size = triton_exact_attention.queries_a_tile(per_head, dtype)
         else:
             size = triton_attention.queries_a_tile(per_head, self._cache.head_dim, dtype)
@@ -146,11 +158,18 @@ class DecodeAttention(TritonAttention):
         self._cells = cells.masked_fill(positions < 0, -1)
         every = torch.arange(count, dtype=torch.int32, device=device)
         self._paged = Paged(tables, tables, positions.int(), torch.ones_like(every), every, cache.hot_window)
-        longest = tables.shape[1] * BLOCK_SIZE
-        splits = triton_attention.splits_for(count, cache.kv_heads, longest, device)
+        splits = _splits_for(cache, count, tables.shape[1])
         self._single = Tiles(every, torch.zeros_like(every), 1, splits)
         self._moves = every.new_empty(0, 2)
         self._long = np.empty(0, np.int64)
+
+
+def _splits_for(cache: KvCache, sequences: int, width: int) -> int:
+    """Over how many programs the keys of so many decoding sequences are split, whose tables are so wide."""
+    longest, device = width * BLOCK_SIZE, cache.keys.device
+    if cache.latent:
+        return triton_latent.splits_for(sequences, longest, device)
+    return triton_attention.splits_for(sequences, cache.kv_heads, longest, device)
 
 
 def _laid_out(x: torch.Tensor) -> torch.Tensor:

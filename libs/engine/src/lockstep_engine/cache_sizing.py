@@ -7,6 +7,7 @@ from lockstep_common.errors import invalid
 
 from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.control import RankSpec
+from lockstep_engine.kernels import gpu
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.models import BuiltModel
 from lockstep_engine.sizes import host_sizes, kv_memory_bytes, pool_sizes
@@ -20,11 +21,14 @@ class CacheSizing:
         self._spec = spec
         self._device = device
         self._total_kv_heads = model.total_kv_heads
+        # The compiled CPU kernel reads values by token, and those among keys lie by component.
+        by_gpu = device.type != "cpu" or gpu.usable(device, dtype, model.head_dim, model.latent)
         self._geometry: dict[str, Any] = {
             "layers": model.layers,
             "kv_heads": model.kv_heads,
             "head_dim": model.head_dim,
             "dtype": dtype,
+            "latent": model.latent if by_gpu else 0,
         }
 
     def make(self, blocks: PoolSizes) -> KvCache:

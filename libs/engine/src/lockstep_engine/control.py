@@ -76,6 +76,8 @@ class Ready(msgspec.Struct, tag=True):
     first_kv_head: int = 0
     kv_heads: int = 0
     head_dim: int = 0
+    latent: int = 0
+    """As in `KvCache`."""
     phases_s: dict[str, float] = {}
     """Seconds of all phases of the start, those of `Loaded` too."""
     loaded_at_s: float = 0.0

@@ -33,7 +33,7 @@ class HostView:
         """The view of ranks that have said what their KV cache is like."""
         first, units = ranks[0], sizes.units
         width = first.kv_heads // units
-        shape = (2, first.layers, width, BLOCK_SIZE, first.head_dim)
+        shape = (1 if first.latent else 2, first.layers, width, BLOCK_SIZE, first.head_dim)
         hot_bytes = sizes.hot_bytes or sizes.hot_slots * sizes.slot_bytes
         places: dict[HeadRange, list[tuple[int, int]]] = {}
         for rank, each in enumerate(ranks):

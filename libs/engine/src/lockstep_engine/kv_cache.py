@@ -5,6 +5,9 @@ hold them in eight bits (e4m3) with a scale for each token and head. A list of i
 position: an id below `first_cold` is a hot block, any other is the cold block id - first_cold, -1 is no block. Which
 version of a block a query sees is decided by `HotWindow`, a function of positions alone.
 
+Where a model's values are the first components of its keys (latent attention), the keys are stored alone: `values` are
+views of them, and a token's codes and scale serve as both.
+
 A cell has one token's keys and values; its number is hot block * 16 + offset in the block. Invariant: a cell without a
 token of the block's present owner is zero, so that masked-out values are finite. Cold blocks are full.
 """
@@ -28,7 +31,8 @@ class KvCache:
 
     `keys` [layers, kv heads, blocks + 1, head dim, 16], `values` [layers, kv heads, blocks + 1, 16, head dim]: heads
     before blocks, so that a head's part of a block is contiguous. Keys are transposed in it, so that a SIMD vector
-    holds one component of 16 keys and scores need no sums across a vector.
+    holds one component of 16 keys and scores need no sums across a vector. With a latent `values` is a view of `keys`
+    [layers, kv heads, blocks + 1, 16, latent].
 
     Args:
         layers: number of the model's layers.
@@ -40,6 +44,8 @@ class KvCache:
         cold_blocks: number of cold blocks; 0 without a hot window.
         hot_window: decides which blocks a query sees cold. None: no block.
         compressed_layers: layers whose cold blocks are compressed; in others they keep the model's dtype. None: all.
+        latent: values are the first so many components of keys; 0: they are stored beside them. The compiled CPU
+            kernel needs the latter.
     """
 
     def __init__(
@@ -54,16 +60,20 @@ class KvCache:
         cold_blocks: int = 0,
         hot_window: HotWindow | None = None,
         compressed_layers: Collection[int] | None = None,
+        latent: int = 0,
     ) -> None:
         self.kv_heads = kv_heads
         self.head_dim = head_dim
+        self.latent = latent
         self.padding_block = blocks
         self.first_cold = blocks + 1
         self.cold_blocks = cold_blocks
         self.hot_window = hot_window
         heads_blocks = (layers, kv_heads, blocks + 1)
         self.keys = torch.zeros((*heads_blocks, head_dim, BLOCK_SIZE), dtype=dtype, device=device)
-        self.values = torch.zeros((*heads_blocks, BLOCK_SIZE, head_dim), dtype=dtype, device=device)
+        self.values = self._values_of(self.keys)
+        self.by_cpu_kernel = cpu.available(self.keys) and not latent
+        """Whether the compiled CPU kernel reads and writes it."""
         self._groups: list[ColdLayers] = []
         """Of layers with cold blocks of one form."""
         self._alone: dict[int, ColdLayers] = {}
@@ -75,15 +85,15 @@ class KvCache:
                     [each for each in range(layers) if (each in compressed) == is_compressed], is_compressed
                 )
         colds = [self._alone[each].cold.at(0) if each in self._alone else None for each in range(layers)]
-        self._layers = [LayerCache(*each) for each in zip(self.keys, self.values, colds, strict=True)]
-        calls = map(_layer_call, self._layers) if cpu.available(self.keys) else ()
+        self._layers = [LayerCache(*each, latent) for each in zip(self.keys, self.values, colds, strict=True)]
+        calls = map(_layer_call, self._layers) if self.by_cpu_kernel else ()
         self.calls = (LayerCall * layers)(*calls)
         """Arguments of the CPU kernels, one for each layer; without meaning where these do not run."""
 
     @staticmethod
-    def block_bytes(*, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def block_bytes(*, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, latent: int = 0) -> int:
         """Memory of one hot block on one rank."""
-        return 2 * layers * kv_heads * BLOCK_SIZE * head_dim * dtype.itemsize
+        return (1 if latent else 2) * layers * kv_heads * BLOCK_SIZE * head_dim * dtype.itemsize
 
     @staticmethod
     def cold_block_bytes(
@@ -93,11 +103,13 @@ class KvCache:
         head_dim: int,
         dtype: torch.dtype,
         compressed_layers: Collection[int] | None = None,
+        latent: int = 0,
     ) -> int:
         """Memory of one cold block on one rank."""
         compressed = layers if compressed_layers is None else len(compressed_layers)
         uncompressed = (layers - compressed) * head_dim * dtype.itemsize
-        return 2 * kv_heads * BLOCK_SIZE * (uncompressed + compressed * (head_dim + _SCALE_BYTES))
+        stored = kv_heads * BLOCK_SIZE * (uncompressed + compressed * (head_dim + _SCALE_BYTES))
+        return stored if latent else 2 * stored
 
     def cold_layers(self, layer: int) -> ColdLayers:
         """A layer that has cold blocks, alone."""
@@ -110,16 +122,18 @@ class KvCache:
     def clear(self, blocks: torch.Tensor) -> None:
         """Zero the hot blocks [n] that get a new owner in this step."""
         self.keys.index_fill_(2, blocks, 0)
-        self.values.index_fill_(2, blocks, 0)
+        if not self.latent:
+            self.values.index_fill_(2, blocks, 0)
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, cells: torch.Tensor) -> None:
         """Write the step's keys and values, each [kv heads, tokens, head dim], into `cells`
-        [tokens].
+        [tokens]; with a latent the keys alone.
         """
         cache = self._layers[layer]
         blocks, offsets = cells // BLOCK_SIZE, cells % BLOCK_SIZE
         cache.keys[:, blocks, :, offsets] = keys.transpose(0, 1)
-        cache.values[:, blocks, offsets] = values
+        if not self.latent:
+            cache.values[:, blocks, offsets] = values
 
     def compress(self, moves: NDArray[np.int32], layer: int | None = None) -> None:
         """Compress full hot blocks to cold ones, in one layer or in all.
@@ -132,13 +146,13 @@ class KvCache:
             return
         numbers = range(len(self._layers)) if layer is None else (layer,)
         device = self.keys.device
-        if gpu.usable(device, self.keys.dtype, self.head_dim):
+        if gpu.usable(device, self.keys.dtype, self.head_dim, self.latent):
             from lockstep_engine.kernels import triton_compress  # noqa: PLC0415 - loads Triton
 
             moves_on_device = torch.from_numpy(moves.astype(np.int32)).to(device, non_blocking=True)
             for group in self._groups if layer is None else (self._alone[layer],):
                 triton_compress.compress(group, moves_on_device)
-        elif cpu.available(self.keys):
+        elif self.by_cpu_kernel:
             for number in numbers:
                 cpu.compress(self.calls[number], moves, torch.get_num_threads())
         else:
@@ -147,7 +161,9 @@ class KvCache:
                 compress(self._layers[number], indices)
 
     def gather(self, layer: int, index: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, each [rows, tokens, head dim], of the hot blocks named by `index` [rows * blocks a row]."""
+        """Keys and values, each [rows, tokens, head dim], of the hot blocks named by `index` [rows * blocks a row].
+        Values of a latent are that wide.
+        """
         cache = self._layers[layer]
         return self._gather(cache.keys, cache.values, index, rows)
 
@@ -172,11 +188,13 @@ class KvCache:
         the one before it counts heads.
         """
         if not cold:
-            return [(self.keys, 2), (self.values, 2)]
-        parts = [
-            (each.cold.keys, each.cold.values, each.cold.key_scales, each.cold.value_scales)
-            for each in self._layers
-            if each.cold is not None
+            return [(self.keys, 2)] if self.latent else [(self.keys, 2), (self.values, 2)]
+        colds = [each.cold for each in self._layers if each.cold is not None]
+        parts: list[tuple[torch.Tensor | None, ...]] = [
+            (each.keys, each.key_scales)
+            if self.latent
+            else (each.keys, each.values, each.key_scales, each.value_scales)
+            for each in colds
         ]
         return [(tensor, 1) for tensors in parts for tensor in tensors if tensor is not None]
 
@@ -201,19 +219,26 @@ class KvCache:
         def zeros(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
             return torch.zeros((*each, *shape), dtype=of, device=self.keys.device)
 
-        key_scales, value_scales = (zeros(BLOCK_SIZE, of=torch.float32) if is_compressed else None for _ in range(2))
-        keys, values = zeros(self.head_dim, BLOCK_SIZE), zeros(BLOCK_SIZE, self.head_dim)
+        key_scales = zeros(BLOCK_SIZE, of=torch.float32) if is_compressed else None
+        value_scales = zeros(BLOCK_SIZE, of=torch.float32) if is_compressed and not self.latent else key_scales
+        keys = zeros(self.head_dim, BLOCK_SIZE)
         on_device = torch.tensor(numbers, dtype=torch.int32, device=self.keys.device)
-        group = ColdLayers(on_device, self.keys, self.values, ColdLayer(keys, values, key_scales, value_scales))
+        cold = ColdLayer(keys, self._values_of(keys), key_scales, value_scales)
+        group = ColdLayers(on_device, self.keys, self.values, cold, self.latent)
         self._groups.append(group)
         self._alone |= {number: group.at(place) for place, number in enumerate(numbers)}
+
+    def _values_of(self, keys: torch.Tensor) -> torch.Tensor:
+        """The values to keys [..., head dim, 16]: a part of them, or zeros of their own [..., 16, head dim]."""
+        if self.latent:
+            return keys[..., : self.latent, :].transpose(-2, -1)
+        return keys.new_zeros((*keys.shape[:-2], BLOCK_SIZE, self.head_dim))
 
     def _gather(
         self, keys: torch.Tensor, values: torch.Tensor, index: torch.Tensor, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = (each.flatten(0, 1).index_select(0, index) for each in (keys, values))
-        shape = (rows, -1, self.head_dim)
-        return keys.transpose(1, 2).reshape(shape), values.view(shape)
+        return keys.transpose(1, 2).reshape(rows, -1, self.head_dim), values.reshape(rows, -1, values.shape[-1])
 
     def _index(self, blocks: NDArray[np.integer], of: int | None = None) -> torch.Tensor:
         heads = np.arange(self.kv_heads, dtype=np.int64) * (self.padding_block + 1 if of is None else of)

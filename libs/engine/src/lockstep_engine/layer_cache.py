@@ -26,7 +26,7 @@ class ColdLayer:
     """[kv heads, cold blocks + 1, 16], float32: a component is its code times its token's scale. None: the layer is not
     compressed."""
     value_scales: torch.Tensor | None
-    """As `key_scales`."""
+    """As `key_scales`; the same tensor where values are a part of keys."""
 
     def at(self, place: int | slice) -> "ColdLayer":
         """A part of layers that have their number in front of each shape."""
@@ -43,8 +43,10 @@ class LayerCache:
     keys: torch.Tensor
     """[kv heads, blocks + 1, head dim, 16]"""
     values: torch.Tensor
-    """[kv heads, blocks + 1, 16, head dim]"""
+    """[kv heads, blocks + 1, 16, head dim]; of a latent: a view of the keys [kv heads, blocks + 1, 16, latent]."""
     cold: ColdLayer | None
+    latent: int = 0
+    """As in `KvCache`."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,13 @@ class ColdLayers:
     """[all layers, kv heads, blocks + 1, 16, head dim]"""
     cold: ColdLayer
     """With [n] in front of each shape."""
+    latent: int = 0
+    """As in `KvCache`."""
 
     def at(self, place: int) -> "ColdLayers":
         """One of the layers."""
         numbers, cold = self.numbers[place : place + 1], self.cold.at(slice(place, place + 1))
-        return ColdLayers(numbers, self.keys, self.values, cold)
+        return ColdLayers(numbers, self.keys, self.values, cold, self.latent)
 
 
 def compress(layer: LayerCache, moves: torch.Tensor) -> None:
@@ -75,10 +79,9 @@ def compress(layer: LayerCache, moves: torch.Tensor) -> None:
     """
     cold = layer.cold
     assert cold is not None
-    for hot, target, scales, axis in (
-        (layer.keys, cold.keys, cold.key_scales, 2),
-        (layer.values, cold.values, cold.value_scales, 3),
-    ):
+    keys = layer.keys, cold.keys, cold.key_scales, 2
+    values = layer.values, cold.values, cold.value_scales, 3
+    for hot, target, scales, axis in (keys,) if layer.latent else (keys, values):
         block = hot.index_select(1, moves[:, 0])
         if scales is None:
             target[:, moves[:, 1]] = block

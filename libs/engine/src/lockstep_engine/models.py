@@ -59,6 +59,8 @@ class BuiltModel:
     total_kv_heads: int
     """Of the model."""
     head_dim: int
+    latent: int
+    """Components of a cached key that are the value, too (DeepSeek's MLA); 0: values are others."""
     vocab_size: int
     hidden_act: str
     step: CurrentStep
@@ -269,6 +271,7 @@ def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype, *, shar
         first_kv_head=splitter.kv_heads.first,
         total_kv_heads=splitter.kv_heads.total,
         head_dim=splitter.cached_dim,
+        latent=splitter.latent,
         vocab_size=info.vocab_size,
         hidden_act=str(getattr(text, "hidden_act", "")),
         step=step,

@@ -123,6 +123,7 @@ def _calls(task: Task) -> Iterator["launches.Call"]:  # type: ignore[name-define
                         window=window,
                         plain=widths.plain,
                         compressed=compressed,
+                        latent=widths.latent,
                     )
                     codes = launches.usual_coded_calls(shape) if widths.plain else []
                     for call in (*launches.calls(shape), *codes):

@@ -357,19 +357,25 @@ class Rank:
         every = self._group.all_gather(local)
         return every if every.shape[1] == self.model.vocab_size else every[:, : self.model.vocab_size]
 
+    @property
+    def _form(self) -> tuple[torch.device, torch.dtype, int, int]:
+        """What decides whether the GPU's kernels can serve."""
+        return self._device, self._dtype, self.model.head_dim, self.model.latent
+
     def _by_kernels(self) -> bool:
         """Whether the GPU's kernels compute. Refuses a slow path that the settings do not allow."""
-        form = self._device, self._dtype, self.model.head_dim
+        form = self._form
         if self._device.type == "cuda":
             settings: Any = self.model.module.config
             text = settings.get_text_config()
             per_head = max(1, text.num_attention_heads // self._spec.config.tp // self.model.kv_heads)
             gpu.try_attention(
-                *form,
+                *form[:3],
                 per_head,
                 compressed=self._spec.config.hot_window is not None,
                 windowed=bool(getattr(text, "sliding_window", None)),
                 exact=self._deterministic,
+                latent=self.model.latent,
             )
             agree = partial(distributed.gather_reasons, self._group)
             reason = fast_path.common_reason(agree, gpu.problem(*form))
@@ -386,7 +392,7 @@ class Rank:
             model,
             self._device,
             self._report_loading(),
-            codes_on_gpu=gpu.usable(self._device, self._dtype, self.model.head_dim),
+            codes_on_gpu=gpu.usable(*self._form),
             on_formed=lambda: kernels.extend(self._build_ahead()),
         )
         phases.end("load")
@@ -415,7 +421,7 @@ class Rank:
 
     def _build_ahead(self) -> list[Ahead]:
         """Begin to build the GPU's kernels; none if they cannot serve."""
-        if gpu.problem(self._device, self._dtype, self.model.head_dim) is not None:
+        if gpu.problem(*self._form) is not None:
             return []
         model, compressed = self.model, self._spec.config.hot_window is not None
         form = model.module, model.hidden_act, self._dtype
@@ -524,6 +530,7 @@ class Rank:
                 first_kv_head=self.model.first_kv_head,
                 kv_heads=self.model.kv_heads,
                 head_dim=self.model.head_dim,
+                latent=self.cache.latent,
                 phases_s=phases.seconds,
                 loaded_at_s=self._loaded_at_s,
                 allocated_at_s=self._allocated_at_s,

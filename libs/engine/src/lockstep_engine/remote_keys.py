@@ -33,7 +33,7 @@ def seed(config: EngineConfig, model_digest: str, ready: Ready, tenant: str, ada
     exact = ready.fingerprint if ready.deterministic else ""
     window = config.hot_window
     parts = (
-        _SCHEMA,
+        f"{_SCHEMA}-latent" if ready.latent else _SCHEMA,
         model_digest,
         exact or f"not exact: {ready.device.partition(':')[0]}",
         ready.dtype,

@@ -72,7 +72,7 @@ class Splitter:
         self._sums = group.size > 1 or shards > 1
         """Whether anything is a sum of several parts."""
         heads = int(config.num_attention_heads)
-        self.cached_dim = _cached_dim(config)
+        self.cached_dim, self.latent = _cached_dim(config), _latent(config)
         first, count = self._even(heads, "the model", "attention heads")
         self.heads = HeadShard(first, count, heads)
         self.kv_heads = self._kv_shard(count_kv_heads(config))
@@ -399,7 +399,7 @@ class _Form:
 
 def count_kv_heads(config: Any) -> int:
     """Number of key/value heads in a text configuration; 1 if the model caches a latent for all heads."""
-    if isinstance(getattr(config, "kv_lora_rank", None), int):
+    if _latent(config):
         return 1
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return 1
@@ -412,9 +412,15 @@ def count_kv_heads(config: Any) -> int:
 
 def _cached_dim(config: Any) -> int:
     """Number of components that are cached for a token and key/value head."""
-    if isinstance(getattr(config, "kv_lora_rank", None), int):
-        return int(config.kv_lora_rank + config.qk_rope_head_dim)
+    if latent := _latent(config):
+        return latent + int(config.qk_rope_head_dim)
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _latent(config: Any) -> int:
+    """Width of the latent that is cached for all heads, before the rotary part; 0: heads have keys and values."""
+    latent = getattr(config, "kv_lora_rank", None)
+    return latent if isinstance(latent, int) else 0
 
 
 _plain_norms: dict[type, bool] = {}

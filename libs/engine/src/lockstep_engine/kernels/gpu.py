@@ -19,6 +19,8 @@ logger = logging.getLogger("lockstep.engine")
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WIDEST = 256
+_WIDEST_LATENT, _WIDEST_REST = 512, 64
+"""Of latent attention: a latent, and what keys have beside it."""
 _WORD = 4
 """Components of fp8 that are read at once."""
 _MAX_QUOTED_CHARS = 300
@@ -30,18 +32,27 @@ EXACT_KERNELS = 2
 part of the fingerprint. A change that may give other bits needs the next number."""
 
 
-def usable(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernels can serve a model of this type with heads of this width on this device."""
-    return problem(device, dtype, head_dim) is None
+def usable(device: torch.device, dtype: torch.dtype, head_dim: int, latent: int = 0) -> bool:
+    """Whether the kernels can serve a model of this type with heads of this width on this device; `latent`: as in
+    `KvCache`.
+    """
+    return problem(device, dtype, head_dim, latent) is None
 
 
-def problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def problem(device: torch.device, dtype: torch.dtype, head_dim: int, latent: int = 0) -> str | None:
     """Why the kernels cannot serve such a model on this device; None: they can."""
     if device.type != "cuda":
         return f"the device is {device.type}"
     if dtype not in _TYPES:
         return f"there are no kernels for {dtype}"
-    if head_dim % _WORD or head_dim > _WIDEST:
+    if latent:
+        rest = head_dim - latent
+        if latent % _WORD or rest % _WORD or latent > _WIDEST_LATENT or not 0 < rest <= _WIDEST_REST:
+            return (
+                f"latents are {latent} wide and keys {rest} beside them; kernels take multiples of {_WORD} up to "
+                f"{_WIDEST_LATENT} and {_WIDEST_REST}"
+            )
+    elif head_dim % _WORD or head_dim > _WIDEST:
         return f"heads are {head_dim} wide; kernels take multiples of {_WORD} up to {_WIDEST}"
     return build_problem() or (GIVEN_UP[0] if GIVEN_UP else None)
 
@@ -79,6 +90,7 @@ def try_attention(
     compressed: bool,
     windowed: bool = False,
     exact: bool = False,
+    latent: int = 0,
 ) -> None:
     """Load the kernels of attention for a model and launch them once, before anything relies on them. If one cannot be,
     `problem` says so from now on. Errors of memory and of the device pass.
@@ -91,15 +103,16 @@ def try_attention(
         compressed: whether the cache has cold blocks.
         windowed: whether some layers see a window of keys only.
         exact: whether the exact mode's kernels will serve.
+        latent: as in `KvCache`.
     """
-    if problem(device, dtype, head_dim) is not None:
+    if problem(device, dtype, head_dim, latent) is not None:
         return
     kernel = "Triton"
     try:
         prebuilt.activate()
         launches = importlib.import_module("lockstep_engine.kernels.launches")  # loads Triton
         for window in (False, True) if windowed else (False,):
-            form = {"compressed": compressed, "window": window, "exact": exact}
+            form = {"compressed": compressed, "window": window, "exact": exact, "latent": latent}
             for call in launches.attention_calls(per_head, head_dim, dtype, **form):
                 kernel = call.kernel
                 call.launch(device)

@@ -22,6 +22,7 @@ from lockstep_engine.kernels import (
     triton_compress,
     triton_exact_attention,
     triton_gate,
+    triton_latent,
     triton_linear,
     triton_norm,
     triton_sampling,
@@ -62,6 +63,8 @@ class ModelShape:
     """Whether it has the plain Llama shape, for which norms, rotation and gates are kernels too."""
     compressed: bool = True
     """Whether old blocks of KV are stored in eight bits."""
+    latent: int = 0
+    """As in `KvCache`."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +113,17 @@ class Call:
 def calls(shape: ModelShape) -> list[Call]:
     """All launches of a model of this shape."""
     found = attention_calls(
-        shape.heads // shape.kv_heads, shape.head_dim, shape.dtype, compressed=shape.compressed, window=shape.window
+        shape.heads // shape.kv_heads,
+        shape.head_dim,
+        shape.dtype,
+        compressed=shape.compressed,
+        window=shape.window,
+        latent=shape.latent,
     )
     found.append(Call("clock", ()))
     found += [Call("choose", (shape.vocabulary, shape.dtype, drawn)) for drawn in {shape.dtype: 0, torch.float32: 0}]
     if not shape.plain:
-        return [*found, Call("store", (shape.kv_heads, shape.head_dim, shape.dtype))]
+        return [*found, Call("store", (shape.kv_heads, shape.head_dim, shape.dtype, *_if_any(shape.latent)))]
     rotation = shape.heads, shape.kv_heads, shape.head_dim, shape.rotated, shape.head_norms, shape.dtype
     return [
         *found,
@@ -139,9 +147,10 @@ def exact_calls(shape: ModelShape, products: Iterable[tuple[int, int, bool]]) ->
         compressed=shape.compressed,
         window=shape.window,
         exact=True,
+        latent=shape.latent,
     )
     forms = dict.fromkeys((*_alike(ins, outs), biased) for ins, outs, biased in products)
-    others = [each for each in calls(shape) if each.kernel not in ("attend", "compress")]
+    others = [each for each in calls(shape) if each.kernel not in ("attend", "attend_latent", "compress")]
     return [*attention, *(Call("linear", (*form, shape.dtype)) for form in forms), *others]
 
 
@@ -172,18 +181,35 @@ def usual_coded_calls(shape: ModelShape) -> list[Call]:
 
 
 def attention_calls(
-    per_head: int, head_dim: int, dtype: torch.dtype, *, compressed: bool, window: bool = False, exact: bool = False
+    per_head: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    compressed: bool,
+    window: bool = False,
+    exact: bool = False,
+    latent: int = 0,
 ) -> list[Call]:
     """The launches of attention, the exact mode's or the usual: decode with and without split keys, prefill; and of
-    compression.
+    compression. `latent`: as in `KvCache`.
     """
-    form = per_head, head_dim, dtype, compressed, window
-    kernel = "attend_exact" if exact else "attend"
-    found = [Call(kernel, (*form, kind)) for kind in ("prefill", "decode", "split")]
-    return [*found, Call("compress", (head_dim, dtype))] if compressed else found
+    kinds = "prefill", "decode", "split"
+    if latent:
+        found = [Call("attend_latent", (per_head, head_dim, latent, dtype, compressed, exact, kind)) for kind in kinds]
+    else:
+        form = per_head, head_dim, dtype, compressed, window
+        kernel = "attend_exact" if exact else "attend"
+        found = [Call(kernel, (*form, kind)) for kind in kinds]
+    return [*found, Call("compress", (head_dim, dtype, *_if_any(latent)))] if compressed else found
 
 
-def _cache(kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, *, compressed: bool) -> KvCache:
+def _if_any(latent: int) -> tuple[int, ...]:
+    return (latent,) if latent else ()
+
+
+def _cache(
+    kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, *, compressed: bool, latent: int = 0
+) -> KvCache:
     return KvCache(
         layers=1,
         kv_heads=kv_heads,
@@ -193,6 +219,7 @@ def _cache(kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.devic
         device=device,
         cold_blocks=2 if compressed else 0,
         hot_window=HotWindow(1, 4) if compressed else None,
+        latent=latent,
     )
 
 
@@ -208,9 +235,7 @@ def _attend(
 ) -> None:
     kv_heads = 2
     cache = _cache(kv_heads, dim, dtype, device, compressed=compressed)
-    none = torch.zeros(4, dtype=torch.int32, device=device)
-    tables = torch.zeros(4, 4, dtype=torch.int32, device=device)
-    paged = Paged(tables, tables, none, none, none, cache.hot_window)  # lengths of 0: no row is computed
+    none, paged = _empty_step(cache)
     merged = torch.zeros(4, kv_heads * (per_head + 2), dim, dtype=dtype, device=device)
     queries = merged[:, : kv_heads * per_head].transpose(0, 1)
     out = torch.zeros(4, kv_heads * per_head, dim, dtype=dtype, device=device)
@@ -224,13 +249,42 @@ def _attend(
     attend(queries, cache.layer(0), paged, Scoring(1.0, 16 if window else None), tiles, out)
 
 
-def _compress(device: torch.device, dim: int, dtype: torch.dtype) -> None:
-    cache = _cache(2, dim, dtype, device, compressed=True)
+def _attend_latent(
+    device: torch.device,
+    heads: int,
+    dim: int,
+    latent: int,
+    dtype: torch.dtype,
+    compressed: bool,
+    exact: bool,
+    kind: str,
+) -> None:
+    cache = _cache(1, dim, dtype, device, compressed=compressed, latent=latent)
+    none, paged = _empty_step(cache)
+    layer, tile = cache.layer(0), 1
+    if kind == "prefill":
+        tile = triton_latent.queries_a_tile(heads, layer, exact=exact)
+    queries = torch.zeros(heads, 4, dim, dtype=dtype, device=device)
+    out = torch.zeros(4, heads, latent, dtype=dtype, device=device)
+    tiles = Tiles(none, none, tile, _SPLITS if kind == "split" else 1)
+    triton_latent.attend(queries, layer, paged, Scoring(1.0), tiles, out, exact=exact)
+
+
+def _empty_step(cache: KvCache) -> tuple[torch.Tensor, Paged]:
+    """Four sequences without queries, so that no row is computed; zeros for their tiles, too."""
+    device = cache.keys.device
+    none = torch.zeros(4, dtype=torch.int32, device=device)
+    tables = torch.zeros(4, 4, dtype=torch.int32, device=device)
+    return none, Paged(tables, tables, none, none, none, cache.hot_window)
+
+
+def _compress(device: torch.device, dim: int, dtype: torch.dtype, latent: int = 0) -> None:
+    cache = _cache(1 if latent else 2, dim, dtype, device, compressed=True, latent=latent)
     triton_compress.compress(cache.cold_layers(0), torch.zeros(4, 2, dtype=torch.int32, device=device))
 
 
-def _store(device: torch.device, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
-    cache = _cache(kv_heads, dim, dtype, device, compressed=False)
+def _store(device: torch.device, kv_heads: int, dim: int, dtype: torch.dtype, latent: int = 0) -> None:
+    cache = _cache(kv_heads, dim, dtype, device, compressed=False, latent=latent)
     keys = torch.zeros(4, kv_heads, dim, dtype=dtype, device=device).transpose(0, 1)
     triton_store.store(cache.layer(0), keys, keys, _no_cells(device))
 
@@ -315,6 +369,7 @@ def _no_cells(device: torch.device) -> torch.Tensor:
 _LAUNCH: dict[str, Callable[..., None]] = {
     "attend": _attend,
     "attend_exact": partial(_attend, exact=True),
+    "attend_latent": _attend_latent,
     "compress": _compress,
     "store": _store,
     "rotate_store": _rotate_store,

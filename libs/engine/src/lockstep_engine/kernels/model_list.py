@@ -28,6 +28,8 @@ class Widths:
     windows: tuple[bool, ...] = (False,)
     """Whether attention has a window; models with two kinds of layers have both."""
     plain: bool = True
+    latent: int = 0
+    """Components of the one cached key of a token that are its value, too (DeepSeek's MLA); 0: heads have values."""
 
     def split(self, tp: int) -> tuple[int, int, int] | None:
         """Heads, key/value heads and inner width of one of `tp` ranks; None: it cannot be split so."""
@@ -79,10 +81,14 @@ def from_config(settings: Mapping[str, Any]) -> Widths:
     kind = settings.get("model_type")
     kv_heads = settings.get("num_key_value_heads") or heads
     head_dim = settings.get("head_dim") or hidden // heads
+    latent = settings.get("kv_lora_rank") or 0
+    if latent:
+        kv_heads, head_dim = 1, _positive(settings, "kv_lora_rank") + _positive(settings, "qk_rope_head_dim")
     # Which layers have the window, and whether any has it, depends on the architecture: code for both is small.
     has_window = settings.get("sliding_window") and settings.get("use_sliding_window", True)
     windows = (False, True) if has_window else (False,)
-    return Widths(hidden, inner, heads, kv_heads, head_dim, vocabulary, kind in _HEAD_NORMS, windows, kind in _PLAIN)
+    norms, plain = kind in _HEAD_NORMS, kind in _PLAIN
+    return Widths(hidden, inner, heads, kv_heads, head_dim, vocabulary, norms, windows, plain, latent)
 
 
 def splits(widths: Widths, tps: tuple[int, ...] = ()) -> Iterator[tuple[int, int, int]]:

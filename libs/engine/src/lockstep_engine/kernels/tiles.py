@@ -24,6 +24,13 @@ LEAST_GROUP = 16
 sum has inputs of one group, and the matrix units take 16."""
 _LARGE_SHARED_BYTES = 160 * 1024
 """GPUs have either 99 KiB of shared memory for a program, or at least this."""
+_LATENT_ROWS = 16
+"""Rows of a program of latent attention: its sums are 512 wide and its queries 576, and more rows spill registers in
+the loop over keys..."""
+_LATENT_WIDE_ROWS = 64
+"""...but where the matrix units read queries and keys from shared memory."""
+_LATENT_WIDE_SHARED_BYTES = 224 * 1024
+"""Shared memory of the GPUs that do so, and have room for it."""
 
 
 @dataclass(frozen=True)
@@ -131,3 +138,27 @@ def splits_for(tiles: int, kv_heads: int, context: int, programs: int) -> int:
     """
     wanted = programs // (tiles * kv_heads)
     return max(1, min(MAX_SPLITS, wanted, -(-context // MIN_KEYS_PER_SPLIT)))
+
+
+def latent_rows(needed: int, dtype: torch.dtype, shared_bytes: int, *, exact: bool, scaled: bool) -> int:
+    """Rows of a program of latent attention. In the exact mode all programs have as many, so that all of their products
+    are made by one instruction.
+
+    Args:
+        needed: query heads of the tokens that share a program, or several if they do not fit in one.
+        dtype: the queries' type.
+        shared_bytes: what a program may have on this GPU.
+        exact: in the exact mode.
+        scaled: cold blocks are fp8, whose conversion takes registers.
+    """
+    is_wide = shared_bytes >= _LATENT_WIDE_SHARED_BYTES and dtype is not torch.float32
+    return _LATENT_WIDE_ROWS if is_wide and needed > _LATENT_ROWS and not (exact or scaled) else _LATENT_ROWS
+
+
+def latent_shape(dtype: torch.dtype) -> Shape:
+    """The shape of a program of latent attention, the same for both modes: it fits 99 KiB of shared memory with 16
+    rows, and registers but for some words that are put aside between the loops. In float32 some KiB a thread are.
+    """
+    if dtype is torch.float32:
+        return Shape(keys=16, warps=8, stages=1)
+    return Shape(keys=32, warps=8, stages=2)

@@ -519,7 +519,6 @@ def _check(
 ) -> None:
     heads, tokens, dim = queries.shape
     kv_heads, blocks = layer.keys.shape[:2]
-    sequences = len(paged.starts)
     cold = layer.cold
     checks = (
         (queries.stride(2) == 1, "queries are not contiguous in their last dimension"),
@@ -528,19 +527,10 @@ def _check(
         (layer.values.shape == (kv_heads, blocks, BLOCK_SIZE, dim), f"values are {tuple(layer.values.shape)}"),
         (layer.keys.is_contiguous() and layer.values.is_contiguous(), "the cache is not contiguous"),
         (queries.dtype == layer.keys.dtype == layer.values.dtype == out.dtype, "types differ"),
-        (queries.dtype in _TYPES, f"{queries.dtype} is not supported"),
+        (queries.dtype in TYPES, f"{queries.dtype} is not supported"),
         (cold is None or _cold_fits(layer), "cold blocks do not fit the hot ones"),
         (out.shape == (tokens, heads, dim) and out.is_contiguous(), "out is not [tokens, heads, dim]"),
-        (
-            all(each.dtype is torch.int32 and each.is_contiguous() for each in _indices(paged, tiles)),
-            "tables and positions are not contiguous int32",
-        ),
-        (
-            paged.tables.shape == paged.hot_tables.shape and len(paged.tables) == sequences,
-            "tables are not [sequences, width]",
-        ),
-        (len(paged.lengths) == len(paged.rows) == sequences, "starts, lengths and rows differ in length"),
-        (1 <= tiles.splits <= MAX_SPLITS, f"{tiles.splits} splits"),
+        *index_checks(paged, tiles),
         (scoring.bias is None or len(scoring.bias) == heads, "bias is not [heads, positions]"),
         (scoring.sinks is None or scoring.sinks.shape == (heads,), "sinks is not [heads]"),
     )
@@ -549,13 +539,27 @@ def _check(
             raise ValueError(f"attend: {sentence}")
 
 
-_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _indices(paged: Paged, tiles: Tiles) -> tuple[torch.Tensor, ...]:
-    return (
+def index_checks(paged: Paged, tiles: Tiles) -> tuple[tuple[bool, str], ...]:
+    """What a step's tables, positions and tiles must be: whether it holds, and what to say if it does not."""
+    sequences = len(paged.starts)
+    indices = (
         paged.tables, paged.hot_tables, paged.starts, paged.lengths, paged.rows, tiles.sequences, tiles.firsts
     )  # fmt: skip
+    return (
+        (
+            all(each.dtype is torch.int32 and each.is_contiguous() for each in indices),
+            "tables and positions are not contiguous int32",
+        ),
+        (
+            paged.tables.shape == paged.hot_tables.shape and len(paged.tables) == sequences,
+            "tables are not [sequences, width]",
+        ),
+        (len(paged.lengths) == len(paged.rows) == sequences, "starts, lengths and rows differ in length"),
+        (1 <= tiles.splits <= MAX_SPLITS, f"{tiles.splits} splits"),
+    )
 
 
 def _cold_fits(layer: LayerCache) -> bool:

@@ -31,7 +31,7 @@ def _quantize(x, axis: tl.constexpr, native: tl.constexpr):
 @triton.jit(do_not_specialize=["hot_blocks", "cold_blocks", "kv_heads"], do_not_specialize_on_alignment=["numbers"])
 def _compress(
     numbers, keys, values, hot_blocks, cold_keys, cold_values, key_scales, value_scales, cold_blocks, moves, kv_heads,
-    dim: tl.constexpr, dim_pad: tl.constexpr, scaled: tl.constexpr, native: tl.constexpr,
+    dim: tl.constexpr, dim_pad: tl.constexpr, scaled: tl.constexpr, native: tl.constexpr, has_values: tl.constexpr,
 ):  # fmt: skip
     move, cold_head = tl.program_id(0), tl.program_id(1).to(tl.int64)  # heads of all the layers are counted together
     hot_head = tl.load(numbers + cold_head // kv_heads).to(tl.int64) * kv_heads + cold_head % kv_heads
@@ -39,18 +39,22 @@ def _compress(
     target = cold_head * cold_blocks + tl.load(moves + 2 * move + 1)
     d = tl.arange(0, dim_pad)
     offset = tl.arange(0, _BLOCK)
-    key_at, value_at = d[:, None] * _BLOCK + offset[None, :], offset[:, None] * dim + d[None, :]
+    key_at = d[:, None] * _BLOCK + offset[None, :]
     key_inside = (d < dim)[:, None] & (offset < _BLOCK)[None, :]
-    value_inside = (offset < _BLOCK)[:, None] & (d < dim)[None, :]
     k = tl.load(keys + source * (dim * _BLOCK) + key_at, mask=key_inside, other=0.0)
-    v = tl.load(values + source * (dim * _BLOCK) + value_at, mask=value_inside, other=0.0)
+    value_at = offset[:, None] * dim + d[None, :]
+    value_inside = (offset < _BLOCK)[:, None] & (d < dim)[None, :]
+    if has_values:
+        v = tl.load(values + source * (dim * _BLOCK) + value_at, mask=value_inside, other=0.0)
     if scaled:
         k, k_scales = _quantize(k.to(tl.float32), 0, native)
-        v, v_scales = _quantize(v.to(tl.float32), 1, native)
         tl.store(key_scales + target * _BLOCK + offset, k_scales)
-        tl.store(value_scales + target * _BLOCK + offset, v_scales)
     tl.store(cold_keys + target * (dim * _BLOCK) + key_at, k, mask=key_inside)
-    tl.store(cold_values + target * (dim * _BLOCK) + value_at, v, mask=value_inside)
+    if has_values:
+        if scaled:
+            v, v_scales = _quantize(v.to(tl.float32), 1, native)
+            tl.store(value_scales + target * _BLOCK + offset, v_scales)
+        tl.store(cold_values + target * (dim * _BLOCK) + value_at, v, mask=value_inside)
 
 
 def compress(layers: ColdLayers, moves: torch.Tensor) -> None:
@@ -59,7 +63,8 @@ def compress(layers: ColdLayers, moves: torch.Tensor) -> None:
     Args:
         layers: hot keys [all layers, kv heads, blocks, dim, 16] and values [all layers, kv heads, blocks, 16, dim] in
             float16, bfloat16 or float32; cold ones [n, kv heads, cold blocks, …] in uint8 with float32 scales
-            [n, kv heads, cold blocks, 16], or in the hot blocks' type without. All contiguous.
+            [n, kv heads, cold blocks, 16], or in the hot blocks' type without. All contiguous; with a latent the keys
+            alone.
         moves: [m, 2], int32, contiguous: the hot block and the cold one.
 
     Raises:
@@ -79,5 +84,6 @@ def compress(layers: ColdLayers, moves: torch.Tensor) -> None:
             layers.keys if key_scales is None else key_scales,
             layers.keys if value_scales is None else value_scales,
             cold.keys.shape[2], moves, kv_heads,
-            dim=dim, dim_pad=triton.next_power_of_2(dim), scaled=scaled, native=triton_fp8.native(), num_warps=4,
+            dim=dim, dim_pad=triton.next_power_of_2(dim), scaled=scaled, native=triton_fp8.native(),
+            has_values=not layers.latent, num_warps=4,
         )  # fmt: skip

@@ -17,7 +17,7 @@ _HEADS = 8
 @triton.jit(do_not_specialize=["hot_blocks"])
 def _store(
     keys, values, hot_blocks, k, k_head_stride, k_token_stride, v, v_head_stride, v_token_stride, cells,
-    kv_heads: tl.constexpr, heads_pad: tl.constexpr, dim: tl.constexpr, dim_pad: tl.constexpr,
+    kv_heads: tl.constexpr, heads_pad: tl.constexpr, dim: tl.constexpr, dim_pad: tl.constexpr, has_values: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     cell = tl.load(cells + token)
@@ -27,9 +27,10 @@ def _store(
         inside = (head < kv_heads) & (d < dim)
         piece = (head.to(tl.int64) * hot_blocks + cell // _BLOCK) * (_BLOCK * dim)
         key = tl.load(k + head * k_head_stride + token * k_token_stride + d, mask=inside)
-        value = tl.load(v + head * v_head_stride + token * v_token_stride + d, mask=inside)
         tl.store(keys + piece + d * _BLOCK + cell % _BLOCK, key, mask=inside)
-        tl.store(values + piece + cell % _BLOCK * dim + d, value, mask=inside)
+        if has_values:
+            value = tl.load(v + head * v_head_stride + token * v_token_stride + d, mask=inside)
+            tl.store(values + piece + cell % _BLOCK * dim + d, value, mask=inside)
 
 
 @triton.jit
@@ -109,8 +110,10 @@ def store(layer: LayerCache, keys: torch.Tensor, values: torch.Tensor, cells: to
     """Put the step's keys and values into hot blocks. Its twin is `KvCache.store`.
 
     Args:
-        layer: keys [kv heads, blocks, dim, 16], values [kv heads, blocks, 16, dim], contiguous.
-        keys, values: [kv heads, tokens, dim], last stride 1, of the cache's type.
+        layer: keys [kv heads, blocks, dim, 16], values [kv heads, blocks, 16, dim], contiguous; with a latent the
+            keys alone.
+        keys, values: [kv heads, tokens, dim], last stride 1, of the cache's type. With a latent values are not looked
+            at.
         cells: [tokens], int64, as in `KvCache`: block * 16 + offset; negative: the token is not stored.
 
     Raises:
@@ -118,6 +121,8 @@ def store(layer: LayerCache, keys: torch.Tensor, values: torch.Tensor, cells: to
     """
     kv_heads, hot_blocks, dim, _ = layer.keys.shape
     tokens = len(cells)
+    if layer.latent:
+        values = keys
     if not (keys.shape == values.shape == (kv_heads, tokens, dim) and keys.stride(2) == values.stride(2) == 1):
         raise ValueError(f"store: keys {tuple(keys.shape)} and values {tuple(values.shape)} do not fit {tokens} cells")
     _check_cache("store", layer, keys.dtype, cells)
@@ -128,7 +133,8 @@ def store(layer: LayerCache, keys: torch.Tensor, values: torch.Tensor, cells: to
             layer.keys, layer.values, hot_blocks,
             keys, key_stride, keys.stride(1), values, value_stride, values.stride(1), cells,
             kv_heads=kv_heads, heads_pad=triton.next_power_of_2(kv_heads),
-            dim=dim, dim_pad=triton.next_power_of_2(dim), num_warps=1 if kv_heads * dim <= 1024 else 4,
+            dim=dim, dim_pad=triton.next_power_of_2(dim), has_values=not layer.latent,
+            num_warps=1 if kv_heads * dim <= 1024 else 4,
         )  # fmt: skip
 
 
@@ -158,6 +164,8 @@ def rotate_store(
     Raises:
         ValueError: a shape, type or layout is not as above.
     """
+    if layer.latent:
+        raise ValueError("rotate_store: values are a part of keys")
     kv_heads, hot_blocks, dim, _ = layer.keys.shape
     tokens, rotated = cosine.shape
     total = heads + 2 * kv_heads
@@ -187,11 +195,11 @@ def rotate_store(
 
 def _check_cache(caller: str, layer: LayerCache, dtype: torch.dtype, cells: torch.Tensor) -> None:
     kv_heads, blocks, dim, size = layer.keys.shape
-    if size != BLOCK_SIZE or layer.values.shape != (kv_heads, blocks, BLOCK_SIZE, dim):
+    if size != BLOCK_SIZE or layer.values.shape != (kv_heads, blocks, BLOCK_SIZE, layer.latent or dim):
         raise ValueError(
             f"{caller}: keys {tuple(layer.keys.shape)} and values {tuple(layer.values.shape)} do not match"
         )
-    if not (layer.keys.is_contiguous() and layer.values.is_contiguous()):
+    if not (layer.keys.is_contiguous() and (layer.latent or layer.values.is_contiguous())):
         raise ValueError(f"{caller}: the cache is not contiguous")
     if not (dtype == layer.keys.dtype == layer.values.dtype):
         raise ValueError(f"{caller}: {dtype} does not go into a cache of {layer.keys.dtype}")
