@@ -2,6 +2,7 @@
 number of rows, and where ranks add up their parts of a sum.
 """
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,7 +109,7 @@ def threads():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("group", "parts"), [(Alone(), 1), (Alone(), 4), (TwoRanks(), 2)])
-@pytest.mark.parametrize("lengths", [[1], [1, 1, 1, 1, 1], [1, 17, 1], [33]])
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1, 1, 1], [1, 17, 1], [33], [60] * 6])  # 360 rows share tiles
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_the_bits_are_those_of_single_calls(threads, dtype, group, parts, lengths, count):
     torch.manual_seed(sum(lengths) + parts)
@@ -129,6 +130,24 @@ def test_the_bits_are_those_of_single_calls(threads, dtype, group, parts, length
         assert torch.equal(caches[0].keys, caches[1].keys)
         assert torch.equal(caches[0].values, caches[1].values)
         starts = [start + each for start, each in zip(starts, tokens, strict=True)]
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1, 1, 1], [60] * 6])
+def test_it_does_not_matter_which_thread_does_what(threads, lengths):
+    torch.manual_seed(5)
+    threads(2 * (os.cpu_count() or 1))  # they wait for cores, so that each step is shared out in another way
+    fused = FusedLayers(layers(3, Alone(), torch.float32, 4, head_norms=True))
+    size = {"layers": 3, "kv_heads": KV_HEADS, "head_dim": DIM, "blocks": 4 * len(lengths), "dtype": torch.float32}
+    attention = step_of([0] * len(lengths), lengths, KvCache(**size, device=torch.device("cpu")))
+    angles = torch.randn(2, 4 * BLOCK_SIZE, DIM // 2).repeat(1, 1, 2)
+    x = torch.randn(sum(lengths), HIDDEN)
+
+    def step():
+        given = x.clone()
+        return given + fused.step(given, *angles, attention.positions, attention)
+
+    expected = step()
+    assert all(torch.equal(step(), expected) for _ in range(100))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -126,7 +126,7 @@ class FusedLayers:
         sums = max((each.sums_size(rows) for each in self._parts), default=0)
         tiled = max(rows, count or 0)
         sizes = [rows * width for width in (hidden, hidden, self._widest_out, self._widest_in)]
-        sizes += [tiled * self._widest_in, threads * sums]
+        sizes += [max(tiled * self._widest_in, threads * cpu.OWN_TILES), threads * sums]
         if count is not None:
             sizes += [rows * hidden, count * hidden]
         sizes = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]

@@ -30,6 +30,7 @@ const int lockstep_cpu_version = 16;
 #define PATIENCE 300 /* turns in which a thread waits for others before it yields its core: microseconds */
 #define YIELDS 2000  /* turns in which it yields before it sleeps between two looks: about a millisecond */
 #define SPAN 1024 /* numbers of which the largest is found before its place is */
+#define OWN_TILES 16384 /* floats of a product's input up to which each thread of a step lays it out for itself: sooner than it waits */
 #define CHUNK 128 /* input features of a packed weight whose values are kept in the first cache for all rows */
 
 #if defined(__x86_64__)
@@ -145,8 +146,8 @@ struct plain_layer {
 /* A step of such layers. x [rows, hidden] is the residual stream without what the half before the first one adds to it: `delta` of that
  * shape, or null. `result` is what the last half adds. cosine, sine and positions: see struct rope; cells [rows]: where keys and values
  * go in the caches, one for each layer. normed [rows, hidden], wide and inner (the widest of qkv and gate_up, of attention's output and
- * the gated products), tiles (the widest input of each row, or of each wanted one if they are more) and, for each
- * thread, `scratch` (see lockstep_attention) and `sums` (see struct linear) are room. */
+ * the gated products), tiles (the widest input of each row, or of each wanted one if they are more, and OWN_TILES for each thread) and,
+ * for each thread, `scratch` (see lockstep_attention) and `sums` (see struct linear) are room. */
 struct plain_step {
     float *x, *result, *normed, *wide, *inner, *tiles, *sums;
     const float *delta, *cosine, *sine;
@@ -169,6 +170,20 @@ struct plain_ends {
     int64_t kind, count;
     float eps;
 };
+
+/* The end of the tokens of one sequence, from `token` on, that go through attention together. */
+static int64_t run_end(const struct attention *a, int64_t token) {
+    int64_t end = token + 1;
+    while (end < a->tokens && end < token + RUN && a->owners[end] == a->owners[token]) end++;
+    return end;
+}
+
+/* How many of them a step has. */
+static int64_t count_runs(const struct attention *a) {
+    int64_t count = 0;
+    for (int64_t token = 0; token < a->tokens; token = run_end(a, token)) count++;
+    return count;
+}
 
 /* The function that `map` computes of each element. */
 enum function { SIGMOID, SILU, TANH, GELU, GELU_TANH, COSINE, SINE };
@@ -289,7 +304,7 @@ typedef int64_t unaligned_long __attribute__((aligned(1), may_alias));
 
 struct kernels {
     int64_t tile_rows;
-    void (*attend)(const struct attention *, const struct layer *, float *, int64_t, int64_t);
+    void (*attend)(const struct attention *, const struct layer *, float *, int64_t, int64_t, int64_t);
     void (*compress)(const struct layer *, const int32_t *, int64_t, int64_t);
     void (*add_rms_norm)(float *, float *, const float *, const float *, int64_t, int64_t, float);
     void (*layer_norm)(float *, const float *, const float *, const float *, int64_t, int64_t, float);
@@ -352,7 +367,7 @@ void lockstep_compress(const struct layer *l, const int32_t *moves, int64_t coun
 void lockstep_attention(const struct attention *a, const struct layer *l, float *scratch, int64_t size, int threads) {
     if (a->move_count) lockstep_compress(l, a->moves, a->move_count, threads);
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
-    for (int slice = 0; slice < threads; slice++) chosen.attend(a, l, scratch + size * slice, slice, threads);
+    for (int slice = 0; slice < threads; slice++) chosen.attend(a, l, scratch + size * slice, slice, INT64_MAX, threads);
 }
 
 /* Put keys and values of a step, each [kv_heads, tokens, dim] (strided) in the layer's kind, into their cells of its cache:
@@ -467,135 +482,173 @@ void lockstep_product(const struct product *p, float *scratch, int threads) {
         chosen.multiply(p, scratch + slice * p->in * PANEL, items * slice / threads, items * (slice + 1) / threads);
 }
 
-/* Where the threads of a step meet: how many have come, and how often all had. */
-struct meeting {
-    int arrived __attribute__((aligned(64)));
-    int count __attribute__((aligned(64)));
+/* A step is a sequence of phases, each a number of items that no thread has yet, that threads work on, or that are done. `next`: the
+ * phase's number and, in the lower half, its first item that no thread has. `done`: its items that are. The thread that does the last one
+ * begins the next phase. So a thread that comes late, because it had to be woken or because the driver took its core, finds the phase
+ * that the others are in, and nobody waits for a thread that does nothing. Which thread does an item changes no bits. */
+struct schedule {
+    uint64_t next __attribute__((aligned(64)));
+    int64_t done __attribute__((aligned(64)));
 };
 
-/* A thread of a step, number `slice` of `threads`. */
+/* A thread of a step, number `slice` of `threads`, and the number of its phase. */
 struct worker {
     int slice, threads;
-    struct meeting *meeting;
+    uint64_t phase;
+    struct schedule *schedule;
 };
 
-/* Wait for the other threads. OpenMP's barrier lets a thread sleep that has waited for some time. Where the driver takes a core for a
- * moment, the kernel then may wake two threads on one core, where they wait for each other at each of the step's hundred barriers: a
+/* Items begin..end. */
+struct items {
+    int64_t begin, end;
+};
+
+/* Take items of a phase of `count`, a multiple of `grain` unless they are the last: at first many, so that threads rarely ask, then few, so
+ * that they end together. There are none if begin is not below end; then `leave` the phase. */
+static struct items take(const struct worker *w, int64_t count, int64_t grain) {
+    uint64_t next = __atomic_load_n(&w->schedule->next, __ATOMIC_ACQUIRE);
+    for (;;) {
+        int64_t begin = (int64_t)(next & UINT32_MAX), left = count - begin, size = w->threads == 1 ? left : left / (2 * w->threads);
+        if (next >> 32 != w->phase || left <= 0) return (struct items){0, 0};
+        size = (size + grain - 1) / grain * grain;
+        size = size < grain ? grain : size;
+        size = size < left ? size : left;
+        if (__atomic_compare_exchange_n(&w->schedule->next, &next, next + (uint64_t)size, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+            return (struct items){begin, begin + size};
+    }
+}
+
+/* Say that items which were taken are done. */
+static void finish(const struct worker *w, int64_t count, struct items items) {
+    int64_t size = items.end - items.begin;
+    if (__atomic_add_fetch(&w->schedule->done, size, __ATOMIC_ACQ_REL) < count) return;
+    __atomic_store_n(&w->schedule->done, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&w->schedule->next, (w->phase + 1) << 32, __ATOMIC_RELEASE);
+}
+
+/* Wait until all items are done. OpenMP's barrier lets a thread sleep that has waited for some time. Where the driver takes a core for a
+ * moment, the kernel then may wake two threads on one core, where they wait for each other at each of the step's hundred phases: a
  * step took up to twenty times as long. A thread that yields stays runnable, and lets another one have the core at once. One that has
  * waited for long sleeps for moments, so that a container's quota is not spent on waiting. */
-static void meet(const struct worker *w) {
-    struct meeting *m = w->meeting;
-    if (w->threads == 1) return;
-    int count = __atomic_load_n(&m->count, __ATOMIC_ACQUIRE);
-    if (__atomic_add_fetch(&m->arrived, 1, __ATOMIC_ACQ_REL) == w->threads) {
-        __atomic_store_n(&m->arrived, 0, __ATOMIC_RELAXED);
-        __atomic_store_n(&m->count, count + 1, __ATOMIC_RELEASE);
-        return;
-    }
-    for (int turn = 0; __atomic_load_n(&m->count, __ATOMIC_ACQUIRE) == count; turn++) {
+static void leave(struct worker *w) {
+    for (int turn = 0; __atomic_load_n(&w->schedule->next, __ATOMIC_ACQUIRE) >> 32 == w->phase; turn++) {
         if (turn < PATIENCE) PAUSE();
         else if (turn < PATIENCE + YIELDS) sched_yield();
         else nanosleep(&(struct timespec){.tv_nsec = 50000}, NULL);
     }
+    w->phase++;
 }
 
-/* The rows of a step that a thread works on, where rows are split over threads. */
-static int64_t first_row(const struct plain_step *s, const struct worker *w) { return s->rows * w->slice / w->threads; }
-static int64_t end_row(const struct plain_step *s, const struct worker *w) { return s->rows * (w->slice + 1) / w->threads; }
+/* A phase: the statement at the end is run for items that this thread takes. Without items there is no phase. */
+#define PHASE(w, count, grain, name, ...)                                                                                      \
+    do {                                                                                                                       \
+        int64_t count_ = (count);                                                                                              \
+        if (!count_) break;                                                                                                    \
+        for (struct items name; name = take(w, count_, grain), name.begin < name.end; finish(w, count_, name)) __VA_ARGS__;    \
+        leave(w);                                                                                                              \
+    } while (0)
 
-static void norm_rows(const struct plain_step *s, const float *delta, const float *weight, float eps, const struct worker *w) {
-    int64_t begin = first_row(s, w), rows = end_row(s, w) - begin, at = begin * s->hidden;
-    chosen.add_rms_norm(s->normed + at, s->x + at, delta ? delta + at : NULL, weight, rows, s->hidden, eps);
-    meet(w);
+static void norm_rows(const struct plain_step *s, const float *delta, const float *weight, float eps, struct worker *w) {
+    PHASE(w, s->rows, 1, rows, {
+        int64_t at = rows.begin * s->hidden;
+        chosen.add_rms_norm(s->normed + at, s->x + at, delta ? delta + at : NULL, weight, rows.end - rows.begin, s->hidden, eps);
+    });
 }
 
 static void multiply_rows(const struct plain_step *s, const struct linear *weight, float *out, const float *x, int64_t rows,
-                          const struct worker *w) {
+                          struct worker *w) {
     struct linear l = *weight;
     int64_t panels = (l.out_features + PANEL - 1) / PANEL, tiles = (rows + chosen.tile_rows - 1) / chosen.tile_rows;
+    int64_t grain = rows <= 2 ? 4 : rows <= 6 ? 2 : 1; /* a multiple of what any build computes together */
     l.out = out;
     l.x = x;
     l.rows = rows;
-    l.tiles = reads_x(&l) ? (float *)x : s->tiles;
     l.sums_size = s->sums_size;
-    if (!reads_x(&l)) {
-        lay_out(&l, tiles * w->slice / w->threads, tiles * (w->slice + 1) / w->threads);
-        meet(w);
+    float *sums = l.parts > 1 ? s->sums + w->slice * s->sums_size : NULL;
+    int is_laid_out = reads_x(&l);
+    if (is_laid_out) {
+        l.tiles = (float *)x;
+    } else if (rows * l.in <= OWN_TILES) {
+        l.tiles = s->tiles + w->slice * OWN_TILES;
+    } else {
+        l.tiles = s->tiles;
+        PHASE(w, tiles, 1, some, lay_out(&l, some.begin, some.end));
+        is_laid_out = 1;
     }
-    multiply_panels(&l, l.parts > 1 ? s->sums + w->slice * s->sums_size : NULL, panels * w->slice / w->threads,
-                    panels * (w->slice + 1) / w->threads);
-    meet(w);
+    PHASE(w, panels, grain, some, {
+        if (!is_laid_out) lay_out(&l, 0, tiles);
+        is_laid_out = 1;
+        multiply_panels(&l, sums, some.begin, some.end);
+    });
 }
 
-static void attention_half(const struct plain_step *s, const struct plain_layer *p, const float *delta, const struct worker *w) {
+static void attention_half(const struct plain_step *s, const struct plain_layer *p, const float *delta, struct worker *w) {
     norm_rows(s, delta, p->first_norm, p->first_eps, w);
     multiply_rows(s, p->qkv, s->wide, s->normed, s->rows, w);
-    struct rope r = *p->rotation;
+    const struct rope *rotation = p->rotation;
     const struct layer *cache = s->caches + p->number;
-    int64_t width = (r.heads + 2 * r.kv_heads) * r.dim, begin = first_row(s, w);
-    r.tokens = end_row(s, w) - begin;
-    r.qkv = s->wide + begin * width;
-    r.cosine = s->cosine;
-    r.sine = s->sine;
-    r.positions = s->positions + begin;
-    chosen.rotate_all(&r);
-    const float *k = r.qkv + r.heads * r.dim;
-    lockstep_store(cache, k, k + r.kv_heads * r.dim, r.dim, width, r.dim, width, s->cells + begin, r.tokens);
-    meet(w);
+    int64_t dim = rotation->dim, width = (rotation->heads + 2 * rotation->kv_heads) * dim;
+    PHASE(w, s->rows, 1, rows, {
+        struct rope r = *rotation;
+        r.tokens = rows.end - rows.begin;
+        r.qkv = s->wide + rows.begin * width;
+        r.cosine = s->cosine;
+        r.sine = s->sine;
+        r.positions = s->positions + rows.begin;
+        chosen.rotate_all(&r);
+        const float *k = r.qkv + r.heads * dim;
+        lockstep_store(cache, k, k + r.kv_heads * dim, dim, width, dim, width, s->cells + rows.begin, r.tokens);
+    });
     struct attention a = *s->attention;
-    if (a.move_count) {
-        int64_t items = a.move_count * cache->kv_heads;
-        chosen.compress(cache, a.moves, items * w->slice / w->threads, items * (w->slice + 1) / w->threads);
-        meet(w);
-    }
+    PHASE(w, a.move_count * cache->kv_heads, 1, some, chosen.compress(cache, a.moves, some.begin, some.end));
     a.out = s->inner;
     a.q = s->wide;
-    a.q_head_stride = r.dim;
+    a.q_head_stride = dim;
     a.q_token_stride = width;
-    a.heads = r.heads;
+    a.heads = rotation->heads;
     a.window = p->window;
     a.scale = p->scale;
-    chosen.attend(&a, cache, s->scratch + w->slice * s->scratch_size, w->slice, w->threads);
-    meet(w);
+    PHASE(w, count_runs(&a) * cache->kv_heads, 1, some,
+          chosen.attend(&a, cache, s->scratch + w->slice * s->scratch_size, some.begin, some.end, 1));
     multiply_rows(s, p->out, s->result, s->inner, s->rows, w);
 }
 
-static void gated_half(const struct plain_step *s, const struct plain_layer *p, const float *delta, const struct worker *w) {
+static void gated_half(const struct plain_step *s, const struct plain_layer *p, const float *delta, struct worker *w) {
     norm_rows(s, delta, p->second_norm, p->second_eps, w);
     multiply_rows(s, p->gate_up, s->wide, s->normed, s->rows, w);
-    int64_t inner = p->down->in, begin = first_row(s, w), rows = end_row(s, w) - begin;
-    chosen.silu_mul(s->inner + begin * inner, s->wide + 2 * begin * inner, rows, inner);
-    meet(w);
+    int64_t inner = p->down->in;
+    PHASE(w, s->rows, 1, rows,
+          chosen.silu_mul(s->inner + rows.begin * inner, s->wide + 2 * rows.begin * inner, rows.end - rows.begin, inner));
     multiply_rows(s, p->down, s->result, s->inner, s->rows, w);
 }
 
-static void embed_rows(const struct plain_step *s, const struct plain_ends *e, const struct worker *w) {
-    int64_t begin = first_row(s, w), rows = end_row(s, w) - begin;
-    chosen.widen_rows(s->x + begin * s->hidden, e->embedding, e->ids + begin, rows, s->hidden, e->kind);
+static void embed_rows(const struct plain_step *s, const struct plain_ends *e, struct worker *w) {
+    PHASE(w, s->rows, 1, rows,
+          chosen.widen_rows(s->x + rows.begin * s->hidden, e->embedding, e->ids + rows.begin, rows.end - rows.begin, s->hidden, e->kind));
 }
 
 /* A token may be wanted more than once, so x stays as it is. */
-static void finish_rows(const struct plain_step *s, const struct plain_ends *e, const struct worker *w) {
-    for (int64_t i = e->count * w->slice / w->threads; i < e->count * (w->slice + 1) / w->threads; i++) {
-        float *last = e->last + i * s->hidden;
-        int64_t at = e->wanted[i] * s->hidden;
-        memcpy(last, s->x + at, sizeof(float) * (size_t)s->hidden);
-        chosen.add_rms_norm(last, last, s->result + at, e->norm, 1, s->hidden, e->eps);
-    }
-    meet(w);
+static void finish_rows(const struct plain_step *s, const struct plain_ends *e, struct worker *w) {
+    PHASE(w, e->count, 1, some, {
+        for (int64_t i = some.begin; i < some.end; i++) {
+            float *last = e->last + i * s->hidden;
+            int64_t at = e->wanted[i] * s->hidden;
+            memcpy(last, s->x + at, sizeof(float) * (size_t)s->hidden);
+            chosen.add_rms_norm(last, last, s->result + at, e->norm, 1, s->hidden, e->eps);
+        }
+    });
     multiply_rows(s, e->head, e->logits, e->last, e->count, w);
 }
 
 /* Compute halves of layers, from number `first` to before `end`: 2 i is attention in layer i, 2 i + 1 its gated products; or a whole
- * model, if `ends` is not null. Between two of them all threads meet; a parallel region for each product would take longer than the
- * product of a small model. */
+ * model, if `ends` is not null. All is one parallel region: one for each product would take longer than the product of a small model. */
 void lockstep_plain(const struct plain_layer *layers, int64_t first, int64_t end, const struct plain_step *s, const struct plain_ends *ends,
                     int threads) {
-    struct meeting meeting = {};
+    struct schedule schedule = {};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        struct worker worker = {omp_get_thread_num(), omp_get_num_threads(), &meeting}, *w = &worker;
-        if (ends) embed_rows(s, ends, w); /* the first norm is of the same rows */
+        struct worker worker = {omp_get_thread_num(), omp_get_num_threads(), 0, &schedule}, *w = &worker;
+        if (ends) embed_rows(s, ends, w);
         for (int64_t half = first; half < end; half++)
             (half % 2 ? gated_half : attention_half)(s, layers + half / 2, half == first ? s->delta : s->result, w);
         if (ends && ends->count) finish_rows(s, ends, w);

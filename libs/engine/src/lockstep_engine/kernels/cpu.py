@@ -46,6 +46,8 @@ _MOST_INTEGERS = 2**17
 """Most products of two integers of 8 bits whose sum surely fits 32 bits: each is at most 127 * 128."""
 WIDEN = 3
 """`WIDEN` of cpu.c."""
+OWN_TILES = 16384
+"""`OWN_TILES` of cpu.c: floats of room for each thread of a step."""
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 

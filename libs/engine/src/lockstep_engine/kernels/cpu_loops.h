@@ -193,6 +193,7 @@ struct NAME(view) {
     const int32_t *hot, *cold;
     int64_t first_cold, cold_begin, cold_end;
     enum kind kind;
+    int fetches; /* whether the query is the first of those that see these keys: it fetches blocks for all of them */
 };
 
 /* Parameters of a row's scores. */
@@ -202,35 +203,45 @@ struct NAME(scoring) {
 };
 
 /* scores[LANES] = sum of query[d] * key[d], each key[d] a set of lanes with one component of 16 keys; four sums,
- * then added. */
-INLINE void NAME(score)(vec *scores, const float *query, const void *keys, int64_t at, int dim, enum kind kind) {
+ * then added. Meanwhile the next block is fetched from `ahead` on, unless that is null: a block is about a page, beyond which processors
+ * do not look. */
+INLINE void NAME(score)(vec *scores, const float *query, const void *keys, int64_t at, int dim, const char *ahead, enum kind kind) {
     vec sums[4][PARTS] = {};
-    int d = 0;
-    for (; d + 4 <= dim; d += 4)
+    int d = 0, bytes = LANES * (kind == FLOAT32 ? 4 : kind == E4M3 ? 1 : 2);
+    for (; d + 4 <= dim; d += 4) {
+        if (ahead)
+            for (int line = 0; line < 4 * bytes; line += 64) __builtin_prefetch(ahead + d * bytes + line);
         for (int i = 0; i < 4; i++)
             for (int part = 0; part < PARTS; part++)
                 sums[i][part] =
                     NAME(fma)(EVERY(query[d + i]), NAME(load)(keys, at + (d + i) * LANES + part * VEC, kind), sums[i][part]);
+    }
     for (; d < dim; d++)
         for (int part = 0; part < PARTS; part++)
             sums[0][part] = NAME(fma)(EVERY(query[d]), NAME(load)(keys, at + d * LANES + part * VEC, kind), sums[0][part]);
     for (int part = 0; part < PARTS; part++) scores[part] = (sums[0][part] + sums[1][part]) + (sums[2][part] + sums[3][part]);
 }
 
-/* A block's scores before scaling; returns the factor to scale them by. `scales` is set if each key has its own scale. */
-INLINE float NAME(score_block)(vec *scores, const float *query, const struct NAME(view) *at, int64_t block, int dim, float scale,
-                               const float **scales, enum kind kind) {
-    int64_t size = (int64_t)BLOCK * dim;
-    int is_cold = block >= at->cold_begin && block < at->cold_end, is_wide = is_cold && at->key_scales && at->wide_keys;
+/* Where a block of `size` keys, or of values, is. */
+struct NAME(place) {
+    const void *from;
+    int64_t at, scales; /* the first element; the block's first scale, if it has scales */
+    int is_coded, has_scales;
+};
+
+INLINE struct NAME(place) NAME(find)(const struct NAME(view) *at, int64_t block, int64_t size, int is_value) {
+    const void *wide = is_value ? at->wide_values : at->wide_keys;
+    int is_cold = block >= at->cold_begin && block < at->cold_end;
+    int has_scales = is_cold && at->key_scales, is_wide = has_scales && wide;
     int64_t id = is_cold ? at->cold[block] - at->first_cold : at->hot[block];
-    *scales = is_cold && at->key_scales ? at->key_scales + id * BLOCK : 0;
-    if (*scales && !is_wide) {
-        NAME(score)(scores, query, at->cold_keys, id * size, dim, E4M3);
-    } else {
-        const void *keys = !is_cold ? at->keys : is_wide ? at->wide_keys : at->cold_keys;
-        NAME(score)(scores, query, keys, (is_wide ? block - at->cold_begin : id) * size, dim, kind);
-    }
-    return *scales ? scale * E4M3_UNIT : scale;
+    const void *cold = is_wide ? wide : is_value ? at->cold_values : at->cold_keys, *hot = is_value ? at->values : at->keys;
+    return (struct NAME(place)){
+        is_cold ? cold : hot, (is_wide ? block - at->cold_begin : id) * size, id * BLOCK, has_scales && !is_wide, has_scales};
+}
+
+/* The address of a place in memory. */
+INLINE const char *NAME(address)(struct NAME(place) place, enum kind kind) {
+    return (const char *)place.from + place.at * (place.is_coded ? 1 : kind == FLOAT32 ? 4 : 2);
 }
 
 /* scores[LANES * n ...] = the query's scores with the keys of blocks `begin` to before `end`, -inf where hidden.
@@ -241,10 +252,16 @@ INLINE float NAME(score_blocks)(float *scores, const float *query, const struct 
     for (int i = 0; i < VEC; i++) lane[i] = i;
     vec peaks[PARTS];
     for (int part = 0; part < PARTS; part++) peaks[part] = EVERY(-INFINITY);
-    for (int64_t block = begin; block < end; block++, scores += LANES) {
+    struct NAME(place) place = NAME(find)(at, begin, (int64_t)BLOCK * dim, 0), next;
+    for (int64_t block = begin; block < end; block++, scores += LANES, place = next) {
         vec block_scores[PARTS];
-        const float *scales;
-        float factor = NAME(score_block)(block_scores, query, at, block, dim, how->scale, &scales, kind);
+        int is_last = block == end - 1; /* then come values */
+        next = NAME(find)(at, is_last ? begin : block + 1, (int64_t)BLOCK * dim, is_last);
+        const char *ahead = at->fetches ? NAME(address)(next, kind) : NULL;
+        if (place.is_coded) NAME(score)(block_scores, query, place.from, place.at, dim, ahead, E4M3);
+        else NAME(score)(block_scores, query, place.from, place.at, dim, ahead, kind);
+        const float *scales = place.has_scales ? at->key_scales + place.scales : 0;
+        float factor = scales ? how->scale * E4M3_UNIT : how->scale;
         for (int part = 0; part < PARTS; part++) {
             vec score = block_scores[part];
             if (scales) score = score * *(const vec *)(scales + part * VEC);
@@ -263,10 +280,13 @@ INLINE float NAME(score_blocks)(float *scores, const float *query, const struct 
 }
 
 /* A block's values [BLOCK, dim] from component `from` on, times weights: even and odd keys in separate sums. `chunks` vectors, or
- * `tail` components. */
+ * `tail` components. `ahead`: as for `score`. */
 INLINE void NAME(weigh)(vec *even, vec *odd, const vec *weights, const void *values, int64_t at, int dim, int from, int chunks,
-                        int tail, enum kind kind) {
+                        int tail, const char *ahead, enum kind kind) {
+    int bytes = kind == FLOAT32 ? 4 : kind == E4M3 ? 1 : 2;
     for (int i = 0; i < BLOCK; i += 2) {
+        if (ahead)
+            for (int line = 0; line < 2 * dim * bytes; line += 64) __builtin_prefetch(ahead + i * dim * bytes + line);
         vec first = EVERY(weights[i / VEC][i % VEC]), second = EVERY(weights[(i + 1) / VEC][(i + 1) % VEC]);
         int64_t row = at + (int64_t)i * dim + from;
         if (tail) {
@@ -286,22 +306,18 @@ INLINE void NAME(weigh_blocks)(float *out, const float *weights, const struct NA
                                int from, int chunks, int tail, float factor, enum kind kind) {
     int64_t size = (int64_t)BLOCK * dim;
     vec even[COLUMNS] = {}, odd[COLUMNS] = {};
-    for (int64_t block = begin; block < end; block++, weights += LANES) {
-        int is_cold = block >= at->cold_begin && block < at->cold_end;
-        int64_t id = is_cold ? at->cold[block] - at->first_cold : at->hot[block];
+    struct NAME(place) place = NAME(find)(at, begin, size, 1), next;
+    for (int64_t block = begin; block < end; block++, weights += LANES, place = next) {
+        next = NAME(find)(at, block < end - 1 ? block + 1 : block, size, 1);
+        const char *ahead = at->fetches && !from ? NAME(address)(next, kind) : NULL;
         vec weight[PARTS];
         for (int part = 0; part < PARTS; part++) {
             weight[part] = *(const vec *)(weights + part * VEC);
-            if (is_cold && at->value_scales)
-                weight[part] = weight[part] * *(const vec *)(at->value_scales + id * BLOCK + part * VEC) * E4M3_UNIT;
+            if (place.has_scales)
+                weight[part] = weight[part] * *(const vec *)(at->value_scales + place.scales + part * VEC) * E4M3_UNIT;
         }
-        if (is_cold && at->value_scales && !at->wide_values) {
-            NAME(weigh)(even, odd, weight, at->cold_values, id * size, dim, from, chunks, tail, E4M3);
-            continue;
-        }
-        int is_wide = is_cold && at->value_scales;
-        const void *values = !is_cold ? at->values : is_wide ? at->wide_values : at->cold_values;
-        NAME(weigh)(even, odd, weight, values, (is_wide ? block - at->cold_begin : id) * size, dim, from, chunks, tail, kind);
+        if (place.is_coded) NAME(weigh)(even, odd, weight, place.from, place.at, dim, from, chunks, tail, ahead, E4M3);
+        else NAME(weigh)(even, odd, weight, place.from, place.at, dim, from, chunks, tail, ahead, kind);
     }
     if (tail) NAME(store_some)(out + from, (even[0] + odd[0]) * factor, tail);
     else
@@ -345,13 +361,6 @@ INLINE void NAME(attend_row)(float *out, const float *query, const struct NAME(v
     if (dim % VEC) NAME(weigh_blocks)(out, scores, at, begin, end, dim, dim / VEC * VEC, 1, dim % VEC, factor, kind);
 }
 
-/* Tokens of one sequence from `token` on that go through attention together. */
-INLINE int64_t NAME(run)(const struct attention *a, int64_t token) {
-    int64_t end = token + 1;
-    while (end < a->tokens && end < token + RUN && a->owners[end] == a->owners[token]) end++;
-    return end;
-}
-
 /* All queries of tokens `token` to before `end`, of one sequence, that use one kv head. */
 INLINE void NAME(attend_run)(const struct attention *a, const struct layer *l, float *scratch, int64_t token, int64_t end,
                              int64_t kv_head, enum kind kind) {
@@ -385,13 +394,14 @@ INLINE void NAME(attend_run)(const struct attention *a, const struct layer *l, f
             }
         }
     }
-    for (; token < end; token++) {
+    for (int64_t begin = token; token < end; token++) {
         int64_t last = a->positions[token];
         int64_t first = a->window && last >= a->window ? last - a->window + 1 : 0;
         at.cold_end = a->hot_blocks_before < 0 ? 0 : last / BLOCK - a->hot_blocks_before;
         for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
             struct NAME(scoring) how = {a->scale, a->soft_cap, a->bias ? a->bias + head * a->bias_width : 0,
                                         a->sinks ? a->sinks + head : 0};
+            at.fetches = token == begin && head == kv_head * group;
             NAME(attend_row)(a->out + (token * a->heads + head) * l->dim,
                              a->q + head * a->q_head_stride + token * a->q_token_stride, &at, &how, first, last, (int)l->dim,
                              scratch, kind);
@@ -399,22 +409,23 @@ INLINE void NAME(attend_run)(const struct attention *a, const struct layer *l, f
     }
 }
 
-/* Attention of every `step`th pair of a run and a kv head, from `begin` on. */
-INLINE void NAME(attend_all)(const struct attention *a, const struct layer *l, float *scratch, int64_t begin, int64_t step,
+/* Attention of every `step`th pair of a run and a kv head, from `begin` to before `end`. */
+INLINE void NAME(attend_all)(const struct attention *a, const struct layer *l, float *scratch, int64_t begin, int64_t end, int64_t step,
                              enum kind kind) {
     int64_t item = 0;
-    for (int64_t token = 0; token < a->tokens;) {
-        int64_t end = NAME(run)(a, token);
-        for (int64_t kv_head = 0; kv_head < l->kv_heads; kv_head++)
-            if (item++ % step == begin) NAME(attend_run)(a, l, scratch, token, end, kv_head, kind);
-        token = end;
+    for (int64_t token = 0; token < a->tokens && begin < end;) {
+        int64_t next = run_end(a, token);
+        for (; begin < item + l->kv_heads && begin < end; begin += step)
+            NAME(attend_run)(a, l, scratch, token, next, begin - item, kind);
+        item += l->kv_heads;
+        token = next;
     }
 }
 
-static void NAME(attend)(const struct attention *a, const struct layer *l, float *scratch, int64_t begin, int64_t step) {
-    if (l->kind == FLOAT32) NAME(attend_all)(a, l, scratch, begin, step, FLOAT32);
-    else if (l->kind == BFLOAT16) NAME(attend_all)(a, l, scratch, begin, step, BFLOAT16);
-    else NAME(attend_all)(a, l, scratch, begin, step, FLOAT16);
+static void NAME(attend)(const struct attention *a, const struct layer *l, float *scratch, int64_t begin, int64_t end, int64_t step) {
+    if (l->kind == FLOAT32) NAME(attend_all)(a, l, scratch, begin, end, step, FLOAT32);
+    else if (l->kind == BFLOAT16) NAME(attend_all)(a, l, scratch, begin, end, step, BFLOAT16);
+    else NAME(attend_all)(a, l, scratch, begin, end, step, FLOAT16);
 }
 
 /* --- cold blocks ---------------------------------------------------------------------------------------------------------- */
@@ -807,8 +818,30 @@ static void NAME(interleave)(const struct linear *l, int64_t begin, int64_t end)
         int64_t rows = l->rows - first < ROWS ? l->rows - first : ROWS;
         const float *x = l->x + first * l->in;
         float *to = l->tiles + first * l->in;
-        for (int64_t k = 0; k < l->in; k++)
-            for (int64_t r = 0; r < rows; r++) to[k * rows + r] = x[r * l->in + k];
+#define CASE(count)                                                                                                            \
+    case count:                                                                                                                \
+        for (int64_t k = 0; k < l->in; k++)                                                                                    \
+            for (int r = 0; r < count; r++) to[k * count + r] = x[r * l->in + k];                                              \
+        break
+        switch (rows) { /* constant numbers are unrolled */
+            CASE(1);
+            CASE(2);
+#if ROWS > 2
+            CASE(3);
+#endif
+#if ROWS > 3
+            CASE(4);
+            CASE(5);
+            CASE(6);
+            CASE(7);
+            CASE(8);
+            CASE(9);
+            CASE(10);
+            CASE(11);
+            CASE(12);
+#endif
+        }
+#undef CASE
     }
 }
 
