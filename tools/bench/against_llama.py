@@ -1,5 +1,5 @@
-"""The engine against llama.cpp through llama-cpp-python, on the same weights, float and quantized: tokens/s of 1 and of
-8 streams.
+"""The engine against llama.cpp through llama-cpp-python, on the same weights, float and quantized: tokens/s of 1, 8 and
+16 streams.
 
 llama.cpp runs in its own interpreter, with GGUF files that are made here from the checkpoint. Its streams are decoded
 in one batch through the C API, without a server: its best case. Rounds alternate between all sides. Without --peer our
@@ -36,6 +36,7 @@ PROMPT_TOKENS = 32
 NEW_TOKENS, FEWER_TOKENS = 128, 24
 """Of a stream: with the reference model, and with others, which are slower."""
 CONTEXT = 256
+STREAMS = (1, 8, 16)
 WEIGHTS = {"f32": "float32", "f16": "float16", "q8_0": "q8_0", "q4_0": "q4_0"}
 """llama.cpp's names of its files' types, and ours."""
 OURS = {
@@ -227,7 +228,7 @@ def measure_model(
             ours: stack.enter_context(Engine(checkpoint, threads=threads, prefix_cache=False))
             for ours, checkpoint in checkpoints.items()
         }
-        for streams in (1, 8):
+        for streams in STREAMS:
             for kind, file in files.items():
                 load = {"file": str(file), "threads": threads, "streams": streams, "context": CONTEXT}
                 assert peer is not None
