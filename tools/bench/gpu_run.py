@@ -12,10 +12,11 @@ import torch
 from gpu_settings import CUDA, DEVICE, Settings, model_config
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.distributed import Alone
-from lockstep_engine.graphs import BuildCounter, CudaRecorder, HostRecorder
+from lockstep_engine.graphs import BuildCounter
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.model_config import ModelInfo
 from lockstep_engine.models import BuiltModel, build_model
+from lockstep_engine.recorders import CudaRecorder, HostRecorder
 
 Row = dict[str, Any]
 

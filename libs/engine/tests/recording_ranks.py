@@ -5,7 +5,8 @@ import functools
 import torch
 import torch.distributed as dist
 from lockstep_engine.distributed import TorchDistributed, gather_reasons, init_torch_distributed
-from lockstep_engine.graphs import GraphedStep, HostRecorder, NotRecordableError
+from lockstep_engine.graphs import GraphedStep
+from lockstep_engine.recorders import HostRecorder, NotRecordableError
 
 CPU = torch.device("cpu")
 

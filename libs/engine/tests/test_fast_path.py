@@ -9,9 +9,10 @@ import torch
 from lockstep_common.errors import LockstepError
 from lockstep_engine import distributed, fast_path
 from lockstep_engine.config import EngineConfig
-from lockstep_engine.graphs import GraphedStep, HostRecorder, NotRecordableError
+from lockstep_engine.graphs import GraphedStep
 from lockstep_engine.kernels import gpu, prebuilt, tiles
 from lockstep_engine.rank import Rank
+from lockstep_engine.recorders import HostRecorder, NotRecordableError
 from lockstep_engine.step_recorder import StepRecorder
 
 CUDA = torch.device("cuda")

@@ -9,10 +9,11 @@ from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_triton import TritonAttention
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig
 from lockstep_engine.distributed import Alone
-from lockstep_engine.graphs import GraphedStep, HostRecorder, NotRecordableError
+from lockstep_engine.graphs import GraphedStep
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.model_config import inspect_model
 from lockstep_engine.models import build_model
+from lockstep_engine.recorders import HostRecorder, NotRecordableError
 from lockstep_engine.weights import load_weights
 from triton_device import DEVICE, GPU
 

@@ -6,16 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lockstep_engine import graphs
+from lockstep_engine import recorders
 from lockstep_engine.attention import StepLayout
-from lockstep_engine.graphs import (
-    BuildCounter,
-    CudaRecorder,
-    GraphedStep,
-    HostRecorder,
-    NotRecordableError,
-    graph_sizes,
-)
+from lockstep_engine.graphs import BuildCounter, GraphedStep, graph_sizes
+from lockstep_engine.recorders import CudaRecorder, HostRecorder, NotRecordableError
 
 pytestmark = pytest.mark.slow
 
@@ -283,7 +277,7 @@ class TestFailedRecording:
         monkeypatch.setattr(torch.cuda, "graph", graph)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
         monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
-        monkeypatch.setattr(graphs, "end_allocation", ended.append)
+        monkeypatch.setattr(recorders, "end_allocation", ended.append)
         with pytest.raises(RuntimeError, match="during capture"):
             CudaRecorder(CPU).record(lambda: torch.zeros(1))
         assert streams == ["usual", "recorder's", "usual"]

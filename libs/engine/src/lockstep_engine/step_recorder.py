@@ -8,9 +8,10 @@ from lockstep_engine import fast_path
 from lockstep_engine.cache_sizing import CacheSizing
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.control import RankSpec
-from lockstep_engine.graphs import MAX_RECORDED_SEQS, DecodeInputs, GraphedStep, NotRecordableError
+from lockstep_engine.graphs import MAX_RECORDED_SEQS, DecodeInputs, GraphedStep
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.largest_step import SMALLEST_POOLS
+from lockstep_engine.recorders import NotRecordableError
 
 
 class StepRecorder:
