@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,7 +10,8 @@ from gpu_run import Bench, chosen_share, kv_bytes, weight_bytes
 from gpu_settings import CUDA, DEVICE, model_config
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_triton import DecodeAttention, TritonAttention
-from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.chunk_graphs import ChunkSize, GraphedChunks
+from lockstep_engine.config import BLOCK_SIZE, RECORDED_TOKENS
 from lockstep_engine.distributed import Alone
 from lockstep_engine.graphs import DecodeInputs, GraphedStep
 from lockstep_engine.kernels.triton_compress import compress
@@ -17,6 +19,7 @@ from lockstep_engine.kernels.triton_gate import silu_mul
 from lockstep_engine.kernels.triton_norm import add_rms_norm
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.models import BuiltModel
+from lockstep_engine.recorders import recorder_for
 from lockstep_engine.scoring import Scoring
 
 
@@ -214,6 +217,7 @@ def measure_graphs(bench: Bench) -> None:
                 bench.add(
                     "graphs", f"{what}, {how}", batch / seconds, "tokens/s", model=name, batch=batch, context=context
                 )
+    measure_chunk_graphs(bench, name, model, context)
     largest = settings.batches[-1]
     ids = some_ids(model, largest)
     cache, tables = bench.cache(model, largest, context, False)
@@ -228,6 +232,30 @@ def measure_graphs(bench: Bench) -> None:
     bench.add("graphs", "kernels built until then", before, "")
     bench.add("graphs", "kernels built after that", bench.builds.builds - before, "")
     graphs.close()
+
+
+def measure_chunk_graphs(bench: Bench, name: str, model: BuiltModel, context: int) -> None:
+    """The gain of recording a chunk of a prompt behind a context."""
+    for tokens in sorted({min(each, bench.settings.chunk, RECORDED_TOKENS) for each in (32, 128, 512)}):
+        cache, tables = bench.cache(model, 1, context + tokens, False)
+        layout, ids, rows = chunk(context, tokens, tables, cache), some_ids(model, tokens), np.array([tokens - 1])
+        last = torch.from_numpy(rows).to(DEVICE)
+        graphs = GraphedChunks(
+            partial(model.mix, cache),
+            [ChunkSize(tokens, 1)],
+            tables.shape[1],
+            DEVICE,
+            recorder_for(DEVICE),
+            compressed=False,
+        )
+        graphs.capture()
+        for how, work in (
+            ("eager", lambda: model.logits(ids, TritonAttention(cache, layout, exact=model.exact), last)),  # noqa: B023
+            ("graph", lambda: graphs.run(ids, layout, rows)),  # noqa: B023
+        ):
+            speed = tokens / bench.seconds(work)
+            bench.add("graphs", f"chunk, {how}", speed, "tokens/s", model=name, tokens=tokens, start=context)
+        graphs.close()
 
 
 def measure_shards(bench: Bench) -> None:

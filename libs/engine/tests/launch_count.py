@@ -30,7 +30,8 @@ import torch
 from lockstep_engine import sampling
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_triton import TritonAttention
-from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.chunk_graphs import ChunkInputs, ChunkSize
+from lockstep_engine.config import BLOCK_SIZE, RECORDED_TOKENS
 from lockstep_engine.device_marks import DeviceMarks, MarkStream
 from lockstep_engine.graphs import DecodeInputs
 from lockstep_engine.kernels import gpu, triton_attention, triton_linear
@@ -337,6 +338,21 @@ class Counted:
         # Both forms of the kernel are launched; each reads its own sequences.
         return self.count(work, (rows * CONTEXT + CHUNK) // 2)
 
+    def recorded(self, rows):
+        """The largest recorded step of so many sequences: all but one decode, and that one has a chunk of a prompt."""
+        cache = self.cache()
+        size = ChunkSize(RECORDED_TOKENS, rows)
+        numbers = [torch.empty(rows, dtype=torch.int32, device=META) for _ in range(3)]
+        inputs = ChunkInputs(
+            torch.empty(size.tokens, dtype=torch.int64, device=META),
+            *numbers,
+            torch.empty(0, 2, dtype=torch.int32, device=META),
+            *[torch.empty(rows + 1, self.width, dtype=torch.int32, device=META)] * 2,
+        )
+        decoding = rows - 1
+        held = (decoding * CONTEXT + size.tokens - decoding) // 2
+        return self.count(lambda: self.group.all_gather(self.model.mix(cache, inputs)), held)
+
 
 def keep_all(model, form):
     """Have the weights of all layers as codes."""
@@ -363,6 +379,7 @@ def costs(name, tp, *, layers, exact=False, codes=None):
         return counted.problem
     counted.model.fuse_on_gpu(counted.context_length)
     works = {f"decode {rows}": partial(counted.decode, rows) for rows in ROWS}
+    works[f"{RECORDED_TOKENS} tokens of {ROWS[-1]}"] = partial(counted.recorded, ROWS[-1])
     works[f"{ROWS[-1]} + chunk of {CHUNK}"] = partial(counted.mixed, ROWS[-1])
     return {step: _counted_or_why(work) for step, work in works.items()}
 
@@ -487,9 +504,11 @@ def markdown(table):
         "",
         "Counted, not measured: on torch's meta device, for a GPU with 132 multiprocessors, bfloat16, a context of",
         f"{CONTEXT} tokens, by `TRITON_INTERPRET=1 python libs/engine/tests/launch_count.py` (its head says what is",
-        "counted). `tests/test_launch_table.py` asserts these numbers. A recorded decode step is one launch for the",
-        "host, and these are its nodes; a step with a chunk of a prompt launches them one by one. Torch's operations",
-        "have a kernel each, some more than one. Bytes of a mixture are those of as many experts as can be chosen.",
+        "counted). `tests/test_launch_table.py` asserts these numbers. A recorded step is one launch for the host, and",
+        f"these are its nodes: of a decode step, or of one of up to {RECORDED_TOKENS} tokens with chunks of prompts",
+        f"({RECORDED_TOKENS} tokens of {ROWS[-1]}: {ROWS[-1]} sequences, of which all but one decode). A larger step",
+        f"({ROWS[-1]} + chunk of {CHUNK}) launches them one by one. Torch's operations have a kernel each, some more",
+        "than one. Bytes of a mixture are those of as many experts as can be chosen.",
         "Sampling is on rank 0, for a vocabulary of 128,256; every option: penalties, bias, min_tokens, top_p, min_p,",
         "log probabilities and a grammar in each row. Its launches do not grow with the rows.",
         "With several ranks the device also reads its clock, not counted here: before and after the first eight",

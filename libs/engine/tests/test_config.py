@@ -3,7 +3,7 @@
 import pytest
 from lockstep_common.cpu_limit import usable_cpus
 from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_engine.config import EngineConfig, HotWindow
+from lockstep_engine.config import RECORDED_TOKENS, EngineConfig, HotWindow
 from lockstep_engine.group_settings import group_settings, rank_threads
 from specs import model_info
 
@@ -109,7 +109,7 @@ def test_threads_that_are_set_are_used(given, expected):
     [
         ({"device": "cpu"}, 512),
         ({"device": "auto"}, 512),
-        ({"device": "cuda"}, 2048),
+        ({"device": "cuda"}, RECORDED_TOKENS),
         ({"device": "cuda", "max_batch_tokens": 300}, 300),
         ({"device": "cpu", "max_seqs": 600}, 600),
         ({"device": "cuda", "max_seqs": 4096}, 4096),

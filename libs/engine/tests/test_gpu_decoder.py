@@ -7,13 +7,14 @@ from checkpoints import VOCABULARY, make
 from fast_cases import further
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_triton import TritonAttention
+from lockstep_engine.chunk_graphs import ChunkSize, GraphedChunks
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig
 from lockstep_engine.distributed import Alone
 from lockstep_engine.graphs import GraphedStep
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.model_config import inspect_model
 from lockstep_engine.models import build_model
-from lockstep_engine.recorders import HostRecorder, NotRecordableError
+from lockstep_engine.recorders import HostRecorder, NotRecordableError, recorder_for
 from lockstep_engine.weights import load_weights
 from triton_device import DEVICE, GPU
 
@@ -91,6 +92,48 @@ def test_logits_equal_those_of_transformers(name, fused, tmp_path):
         logits = graphs.run(ids[:, position].to(DEVICE), layout)
         torch.testing.assert_close(logits, expected[:, position], atol=1e-4, rtol=0)
     assert PROMPT < BLOCK_SIZE < PROMPT + MORE
+    graphs.close()
+
+
+STEPS = [
+    [(0, 0, 9), (1, 0, 1)],
+    [(1, 1, 14), (0, 9, 10)],
+    [(1, 14, 15), (0, 10, 11)],
+    [(0, 11, 18), (1, 15, 18)],
+]
+"""Parts of two texts: number of the text, first position, and the one behind the last; among them single tokens, the
+rest of a prompt, and some that enter a block."""
+
+
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    [("qwen3", False), further("qwen3", True), ("gemma2", False), further("mistral", False), further("mixtral", True)],
+)
+@torch.inference_mode()
+def test_logits_of_recorded_steps_with_chunks_are_those_of_transformers(name, exact, tmp_path):
+    path, reference = make(name, tmp_path)
+    served = Served(path, exact=exact)
+    ids = torch.randint(0, VOCABULARY, (2, 18), generator=torch.Generator().manual_seed(4))
+    expected = reference(ids).logits.to(DEVICE)
+
+    def mix(inputs):
+        return served.model.mix(served.cache, inputs)
+
+    sizes = [ChunkSize(16, 3)]
+    graphs = GraphedChunks(mix, sizes, WIDTH, DEVICE, recorder_for(DEVICE), compressed=False)
+    before = served.cache.keys.clone(), served.cache.values.clone()
+    graphs.capture()
+    assert torch.equal(before[0], served.cache.keys)
+    assert torch.equal(before[1], served.cache.values)
+    for step in STEPS:
+        tables = np.array([[2 * text + 1, 2 * text] for text, _, _ in step], np.int32)
+        starts, ends = (np.array([each[place] for each in step], np.int32) for place in (1, 2))
+        layout = StepLayout(starts, ends - starts, tables)
+        given, wanted = (torch.cat([each[text, begin:end] for text, begin, end in step]) for each in (ids, expected))
+        rows = np.array([len(given) - 1, 0, len(given) // 2])  # the last, and two whose logits are to be scored
+        assert graphs.fits(layout, rows)
+        logits = graphs.run(given.to(DEVICE), layout, rows)
+        torch.testing.assert_close(logits, wanted[rows.tolist()], atol=1e-4, rtol=0)
     graphs.close()
 
 

@@ -15,6 +15,7 @@ from lockstep_engine import SamplingParams
 from lockstep_engine import rank as rank_module
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_triton import DecodeAttention, TritonAttention
+from lockstep_engine.chunk_graphs import GraphedChunks
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig
 from lockstep_engine.device_marks import MARKS_PER_STEP, DeviceMarks, TorchMarkStream
 from lockstep_engine.gpu_decoder import GpuDecoder
@@ -62,25 +63,33 @@ def by_triton(monkeypatch):
 
 
 class Steps:
-    """Notes how many sequences each step had, by how it was computed, and the moves of blocks."""
+    """Notes how many sequences each step had, by how it was computed, and the moves of blocks; of those with chunks how
+    many tokens.
+    """
 
     def __init__(self, monkeypatch):
-        self.replayed, self.eager, self.moves = [], [], 0
+        self.replayed, self.chunks, self.eager, self.moves = [], [], [], 0
         run, begin, compress = GraphedStep.run, TritonAttention.__init__, triton_compress.compress
+        run_chunks = GraphedChunks.run
 
-        def note_run(graphs, ids, layout):
+        def note_run(graphs, ids, layout, rows):
             self.replayed.append(len(ids))
-            return run(graphs, ids, layout)
+            return run(graphs, ids, layout, rows)
+
+        def note_chunks(graphs, ids, layout, rows):
+            self.chunks.append(len(ids))
+            return run_chunks(graphs, ids, layout, rows)
 
         def note_begin(attention, cache, step, *, exact):
             self.eager.append(len(step.lengths))
             begin(attention, cache, step, exact=exact)
 
         def note_compress(layers, moves):
-            self.moves += len(moves) * len(layers.numbers)
+            self.moves += int((moves[:, 0] >= 0).sum()) * len(layers.numbers)
             compress(layers, moves)
 
         monkeypatch.setattr(GraphedStep, "run", note_run)
+        monkeypatch.setattr(GraphedChunks, "run", note_chunks)
         monkeypatch.setattr(TritonAttention, "__init__", note_begin)
         monkeypatch.setattr(triton_compress, "compress", note_compress)
 
@@ -130,7 +139,7 @@ def test_tokens_are_those_of_the_cpu_and_decoding_is_replayed(name, dtype, overl
         assert sequences == SETTINGS["max_seqs"]
         assert moves > 0
         assert isinstance(served.rank.model.decoder, GpuDecoder) == (name == "qwen3")
-        assert served.rank.graphs.sizes == (1, 2, 3)
+        assert served.rank.graphs.decode.sizes == (1, 2, 3)
         # The canary, in which blocks go cold, and as many sequences as there can be; then all sizes once more.
         assert steps.eager[-1] == 3
         assert steps.moves > moves
@@ -143,14 +152,16 @@ def test_tokens_are_those_of_the_cpu_and_decoding_is_replayed(name, dtype, overl
         single = [decodes(plan) for plan in served.plans]
         assert len(steps.replayed) == sum(single) > counts[0] - 3
         assert set(steps.replayed) == {1, 2}
-        assert len(steps.eager) == len(single) - sum(single) == 2
-        assert served.mailbox.collectives[0] == sum(single)
+        assert steps.chunks == [len(plan.token_ids) for plan in served.plans if not decodes(plan)]
+        assert len(steps.chunks) == 2
+        assert not steps.eager
+        assert served.mailbox.collectives[0] == len(single)
         assert served.rank.builds.builds == 0
         assert served.ready.dtype == dtype
 
 
 def test_the_marks_of_a_rank_end_with_its_steps(tmp_path, monkeypatch, by_triton):
-    """A prompt as it comes and decoding replayed: each step has its own numbers."""
+    """All of them are replayed: each step has its own numbers."""
     path, _ = make("llama-grouped-untied", tmp_path)
     by_triton()
     if not GPU:
@@ -170,7 +181,7 @@ def test_the_marks_of_a_rank_end_with_its_steps(tmp_path, monkeypatch, by_triton
         assert served.mailbox.steps[0] == steps
         assert served.mailbox.launched[0] == first - first % MARKS_PER_STEP + (steps + 1) * MARKS_PER_STEP - 1
         assert served.mailbox.reached[0] == served.mailbox.launched[0]
-        assert len(placed) == sum(decodes(plan) for plan in served.plans) > 0
+        assert len(placed) == steps
         assert len(set(placed)) == 1
 
 
@@ -208,6 +219,7 @@ def test_a_mixture_is_recorded(tmp_path, monkeypatch, by_triton):
     with InProcessRank(path, **SETTINGS | {"max_seqs": len(PROMPTS)}) as served:
         assert served.run(*requests((3, 3))) == expected
         assert len(steps.replayed) == sum(decodes(plan) for plan in served.plans) > 0
+        assert len(steps.chunks) == len(served.plans) - len(steps.replayed) > 0
 
 
 def test_a_mixture_that_cannot_be_recorded_says_so_and_runs_as_it_comes(tmp_path, monkeypatch, caplog, by_triton):

@@ -171,6 +171,17 @@ class TestCompress:
             assert (one is None) == (other is None) == (not compressed and "scales" in name)
             assert one is None or torch.equal(one, other)
 
+    def test_a_move_of_a_negative_block_does_nothing(self):
+        ours, theirs = (cache_of(64, hot_window=HotWindow(1, 1)) for _ in range(2))
+        for cache in (ours, theirs):
+            cache.keys.fill_(2)
+            cache.values.fill_(3)
+        moves = torch.tensor([[-1, -1], [1, 2], [-1, 0]], dtype=torch.int32, device=DEVICE)
+        triton_compress.compress(ours.cold_layers(0), moves)
+        layer_cache.compress(theirs.layer(0), moves[1:2].long())
+        assert torch.equal(ours.layer(0).cold.keys, theirs.layer(0).cold.keys)
+        assert torch.equal(ours.layer(0).cold.value_scales, theirs.layer(0).cold.value_scales)
+
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
     def test_a_vector_with_what_is_no_number_gets_the_scale_nan(self, dtype, bad):

@@ -2,8 +2,8 @@
 
 A step's sequences with one query go through the decode form of the kernel (keys split over programs), the others
 through the prefill form; in the exact mode both give a query the same bits.
-`DecodeAttention` serves a step that is recorded once and replayed: it reads
-positions and tables from tensors that stay in place.
+`DecodeAttention` and `ChunkAttention` serve steps that are recorded once and replayed: they read positions and tables
+from tensors that stay in place.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import pad
 
 from lockstep_engine.attention import StepAttention, StepLayout
+from lockstep_engine.chunk_graphs import ChunkInputs
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.kernels import (
     triton_attention,
@@ -29,6 +31,9 @@ from lockstep_engine.transfers import to_device_at_once
 
 _STRIDE = 16
 """Strides that are multiples of this need one build of a kernel, others a second one."""
+_PLACES_EACH = 4
+"""Places for sequences of a recorded step for each one that is expected to decode. Keys are split over so many more
+programs than if all did; where all do, programs run in turns."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +128,7 @@ class TritonAttention(StepAttention):
     def _prefill(self, per_head: int, dtype: torch.dtype, layer: LayerCache) -> Tiles | None:
         if not len(self._long):
             return None
-        if layer.latent:
-            size = triton_latent.queries_a_tile(per_head, layer, exact=self._exact)
-        elif self._exact:
-            size = triton_exact_attention.queries_a_tile(per_head, dtype)
-        else:
-            size = triton_attention.queries_a_tile(per_head, self._cache.head_dim, dtype)
+        size = self._queries_a_tile(per_head, dtype, layer)
         if size not in self._long_tiles:
             counts = -(-self._lengths[self._long] // size)
             owners = np.repeat(self._long, counts)
@@ -136,6 +136,13 @@ class TritonAttention(StepAttention):
             sequences, first_queries = _to_device([owners, firsts], self._cache.keys.device)
             self._long_tiles[size] = Tiles(sequences, first_queries, size)
         return self._long_tiles[size]
+
+    def _queries_a_tile(self, per_head: int, dtype: torch.dtype, layer: LayerCache) -> int:
+        if layer.latent:
+            return triton_latent.queries_a_tile(per_head, layer, exact=self._exact)
+        if self._exact:
+            return triton_exact_attention.queries_a_tile(per_head, dtype)
+        return triton_attention.queries_a_tile(per_head, self._cache.head_dim, dtype)
 
 
 class DecodeAttention(TritonAttention):
@@ -162,6 +169,60 @@ class DecodeAttention(TritonAttention):
         self._single = Tiles(every, torch.zeros_like(every), 1, splits)
         self._moves = every.new_empty(0, 2)
         self._long = np.empty(0, np.int64)
+
+
+class ChunkAttention(TritonAttention):
+    """A step of chunks and decoding sequences, from tensors on the device that may change between replays.
+
+    Grids have the most tiles that a step of this size can have. The tokens that no sequence has belong to one more
+    sequence, the last, whose positions are negative: it sees and stores nothing, and gets zeros. Tiles that are not
+    needed are of that sequence, too.
+
+    Args:
+        cache: the rank's cache.
+        inputs: the step.
+        exact: as for `TritonAttention`.
+    """
+
+    def __init__(self, cache: KvCache, inputs: ChunkInputs, *, exact: bool = False) -> None:
+        device, tokens, count = inputs.ids.device, len(inputs.ids), len(inputs.lengths)
+        self._cache = cache
+        self._exact = exact
+        self._tokens = tokens
+        lengths = torch.cat([inputs.lengths, tokens - inputs.lengths.sum(0, keepdim=True, dtype=torch.int32)])
+        starts = pad(inputs.starts, (0, 1), value=-1 - tokens)
+        ends = lengths.cumsum(0, dtype=torch.int32)
+        firsts = ends - lengths
+        index = torch.arange(tokens, dtype=torch.int32, device=device)
+        owners = torch.searchsorted(ends, index, right=True)
+        places = (index + (starts - firsts)[owners]).long()
+        self.positions = places.clamp_min(0)
+        blocks = inputs.hot_tables[owners, self.positions // BLOCK_SIZE].long()
+        self._cells = (blocks * BLOCK_SIZE + self.positions % BLOCK_SIZE).masked_fill(places < 0, -1)
+        self._paged = Paged(inputs.tables, inputs.hot_tables, starts, lengths, firsts, cache.hot_window)
+        every = torch.arange(count, dtype=torch.int32, device=device)
+        splits = _splits_for(cache, max(1, count // _PLACES_EACH), inputs.tables.shape[1])
+        single = every.masked_fill(inputs.lengths != 1, count)
+        self._single = Tiles(single, torch.zeros_like(single), 1, splits)
+        self._moves = inputs.moves
+        self._long_tiles = {}
+
+    def _prefill(self, per_head: int, dtype: torch.dtype, layer: LayerCache) -> Tiles:
+        size = self._queries_a_tile(per_head, dtype, layer)
+        if size not in self._long_tiles:
+            if self._exact and size == 1:
+                raise RuntimeError(f"{per_head} query heads to a key head take memory for each token of a chunk")
+            lengths = self._paged.lengths
+            last = len(lengths) - 1
+            # A sequence begins at most one tile that its queries do not fill, and a long one has at least two queries.
+            most = self._tokens // size + min(len(lengths), self._tokens // 2)
+            counts = ((lengths + (size - 1)) // size).masked_fill(lengths < 2, 0)
+            ends = counts.cumsum(0, dtype=torch.int32)
+            index = torch.arange(most, dtype=torch.int32, device=lengths.device)
+            owners = torch.searchsorted(ends, index, right=True, out_int32=True).clamp_max(last)
+            firsts = (index - (ends - counts)[owners]) * size
+            self._long_tiles[size] = Tiles(owners, firsts, size)
+        return self._long_tiles[size]
 
 
 def _splits_for(cache: KvCache, sequences: int, width: int) -> int:

@@ -9,11 +9,11 @@ BLOCK_SIZE = BLOCK_TOKENS
 """Tokens in a block of KV cache."""
 
 
-_CUDA_STEP_TOKENS = 2048
-"""Chosen by arithmetic, not measured. A step with a chunk of a prompt is no CUDA graph: some hundred launches take the
-host the same time whatever the chunk (`docs/bench/gpu-launches.md`), and the weights are read once. From about 300
-tokens on (an H100's 989 TFLOP/s in bfloat16 by 3.35 TB/s) a step's time grows with its tokens: 2048 of 8 billion
-weights take 33 ms at the least, for which running streams wait. Larger steps would hold them up and save little."""
+RECORDED_TOKENS = 512
+"""Most tokens of a step with chunks of prompts that is a CUDA graph; by default also of any step on CUDA, so that
+nearly all are one launch. Chosen by arithmetic with what was measured of Llama-3-8B on an H200: running streams wait
+some 12 ms for a step of 512 tokens and 45 ms for one of 2048, where products have 1.12 of the pace
+(`libs/engine/README.md`, "Steps with prompts")."""
 _STEP_TOKENS = 512
 """On the CPU every token takes its time, and running streams wait for the step. Also for `device` auto, which is known
 by the ranks alone."""
@@ -88,8 +88,8 @@ class EngineConfig:
     max_seqs: int = 64
     """Most requests that run at once."""
     max_batch_tokens: int | None = None
-    """Most tokens computed in one step, over all requests. None: 2048 with `device` cuda, else 512, and at least
-    `max_seqs` (see `step_tokens`)."""
+    """Most tokens computed in one step, over all requests. None: 512, and at least `max_seqs`. On CUDA a step of more
+    is not a CUDA graph; 2048 compute long prompts faster, and running streams wait longer for each step."""
     max_queue: int = 256
     """Most requests that wait. One more is refused as OVERLOADED."""
     max_context: int | None = None
@@ -130,7 +130,8 @@ class EngineConfig:
     for everything.
     """
     cuda_graphs: bool = True
-    """On CUDA, record decode steps as CUDA graphs and replay them, if the model can be recorded."""
+    """On CUDA, record decode steps and steps of up to 512 tokens with chunks of prompts as CUDA graphs and replay them,
+    if the model can be recorded."""
     fast_path: str = "required"
     """What a GPU must have, with `device` cuda. required: Triton's kernels, and CUDA graphs unless `cuda_graphs` is
     off; a start fails without them, with the reason. prebuilt: that, and every kernel compiled when the image was
@@ -209,7 +210,7 @@ class EngineConfig:
         """`max_batch_tokens`, or what is chosen for the device."""
         if self.max_batch_tokens is not None:
             return self.max_batch_tokens
-        return max(self.max_seqs, _CUDA_STEP_TOKENS if self.device == "cuda" else _STEP_TOKENS)
+        return max(self.max_seqs, RECORDED_TOKENS if self.device == "cuda" else _STEP_TOKENS)
 
     @property
     def hot_window(self) -> HotWindow | None:

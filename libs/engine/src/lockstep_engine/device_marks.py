@@ -63,7 +63,7 @@ class Marks:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Around the launches of work that is recorded; only one kind of work is."""
+        """Around the launches of a step that is recorded; all of these have equally many collectives."""
         yield
 
     def replayed(self) -> None:

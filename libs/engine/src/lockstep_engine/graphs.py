@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.recorders import Agree, Recorder, Recordings, Staging, recorder_for
+from lockstep_engine.transfers import to_device
 
 MAX_RECORDED_SEQS = 512
 """Most sequences of a recorded step. In larger steps the GPU takes longer than the host's launches, so that a graph
@@ -122,15 +124,16 @@ class GraphedStep:
             and layout.tables.shape[1] <= self._inputs.tables.shape[1]
         )
 
-    def run(self, ids: torch.Tensor, layout: StepLayout) -> torch.Tensor:
+    def run(self, ids: torch.Tensor, layout: StepLayout, rows: NDArray[np.int64] | None = None) -> torch.Tensor:
         """Run a step that `fits`.
 
         Args:
             ids: [sequences], int64 on the device: one token of each.
             layout: the layout of the step.
+            rows: [rows], indices of the sequences whose results are wanted. None: all.
 
         Returns:
-            The body's result, a row for each sequence; valid until the next call.
+            The body's result, a row for each of them; valid until the next call.
         """
         count = len(ids)
         size = next(each for each in self.sizes if each >= count)
@@ -145,7 +148,9 @@ class GraphedStep:
         self._staging.mark_sent()
         recording = self._recordings[size]
         recording.replay()
-        return recording.out[:count]
+        if rows is None or np.array_equal(rows, np.arange(count)):
+            return recording.out[:count]
+        return recording.out[to_device(rows.astype(np.int64), ids.device)]
 
     def close(self) -> None:
         """Free the recordings. Call it before the process group is destroyed."""

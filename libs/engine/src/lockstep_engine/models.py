@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from lockstep_engine import gpu_codes
 from lockstep_engine.architectures import ARCHITECTURES, USUAL_SPLIT_PLAN
 from lockstep_engine.attention import StepAttention
+from lockstep_engine.chunk_graphs import ChunkInputs
 from lockstep_engine.distributed import Collectives
 from lockstep_engine.fused_layer import FusedDecoder, fuse_layers
 from lockstep_engine.graphs import DecodeInputs
@@ -177,6 +178,16 @@ class BuiltModel:
 
         attention = DecodeAttention(cache, inputs.positions, inputs.tables, exact=self.exact)
         return self.logits(inputs.ids, attention, torch.arange(len(inputs.ids), device=inputs.ids.device))
+
+    def mix(self, cache: KvCache, inputs: ChunkInputs) -> torch.Tensor:
+        """As `decode`, for a step with chunks of prompts.
+
+        Returns:
+            [wanted rows, this rank's part of the vocabulary].
+        """
+        from lockstep_engine.attention_triton import ChunkAttention  # noqa: PLC0415 - it builds on Triton
+
+        return self.logits(inputs.ids, ChunkAttention(cache, inputs, exact=self.exact), inputs.rows.long())
 
     def _row_by_row(self) -> AbstractContextManager[None]:
         """In the exact mode: a context in which no row's bits depend on other rows."""

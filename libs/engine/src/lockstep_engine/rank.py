@@ -26,6 +26,7 @@ from lockstep_engine.attention_torch import TorchAttention
 from lockstep_engine.blocks import HostSizes, PoolSizes
 from lockstep_engine.cache_sizing import CacheSizing
 from lockstep_engine.canary import Numerics
+from lockstep_engine.chunk_graphs import ChunkInputs
 from lockstep_engine.collective_clock import CollectiveClock
 from lockstep_engine.control import (
     MAX_CONTROL_BYTES,
@@ -48,7 +49,7 @@ from lockstep_engine.device_failures import is_out_of_memory
 from lockstep_engine.device_marks import DeviceMarks, marks_of
 from lockstep_engine.device_timer import DeviceTimer, Timestamp
 from lockstep_engine.gpu_codes import coded_weights
-from lockstep_engine.graphs import BuildCounter, DecodeInputs, GraphedStep
+from lockstep_engine.graphs import BuildCounter, DecodeInputs
 from lockstep_engine.host_memory import HostMemory
 from lockstep_engine.kernels import cpu, gpu, prebuilt
 from lockstep_engine.kernels.ahead import Ahead
@@ -62,7 +63,7 @@ from lockstep_engine.profiler import RankProfiler
 from lockstep_engine.sampling import Sampled, Sampler, Scores, score
 from lockstep_engine.self_test import SelfTest
 from lockstep_engine.sizes import collective_bytes
-from lockstep_engine.step_recorder import StepRecorder
+from lockstep_engine.step_recorder import RecordedSteps, StepRecorder
 from lockstep_engine.transfers import to_device, to_device_at_once
 from lockstep_engine.weights import load_weights, widen_codes
 
@@ -97,7 +98,7 @@ class Rank:
     Attributes:
         model: the rank's part of the model.
         cache: its KV cache.
-        graphs: recorded decode steps; None if there are none.
+        graphs: recorded steps; None if there are none.
         builds: counts kernels that are built while serving.
     """
 
@@ -131,9 +132,11 @@ class Rank:
         phases.end("build")
         by_kernels = self._load(phases)
         self._caches = CacheSizing(spec, self.model, self._device, self._dtype)
-        self.graphs: GraphedStep | None = None
+        self.graphs: RecordedSteps | None = None
         agree = partial(distributed.gather_reasons, self._group)
-        recorder = StepRecorder(spec, self._device, self._decode, agree, records=by_kernels and config.cuda_graphs)
+        recorder = StepRecorder(
+            spec, self._device, self._compute_recorded, agree, records=by_kernels and config.cuda_graphs
+        )
         sampler = partial(Sampler, config.max_seqs, model.vocab_size, self._device, kernels=by_kernels)
         self._sampler = sampler() if spec.rank == 0 else None
         by_mean = model.embedding is not None and model.embedding.pooling == "mean"
@@ -320,11 +323,12 @@ class Rank:
         Returns:
             Logits [rows, vocabulary], valid until the next call.
         """
-        if self.graphs is not None and self.graphs.fits(layout):
+        recorded = None if self.graphs is None else self.graphs.that_fit(layout, rows)
+        if recorded is not None:
             self._mailbox.collectives[self._spec.rank] += 1  # recorded collectives do not count themselves
-            logits = self.graphs.run(ids, layout)
+            logits = recorded.run(ids, layout, rows)
             self._marks.replayed()
-            return logits if np.array_equal(rows, np.arange(len(ids))) else logits[self._indices(rows)]
+            return logits
         attention = step_attention(self.cache, layout, deterministic=self._deterministic, kept=self._decoding_attention)
         return self._full_logits(self.model.logits(ids, attention, self._indices(rows)))
 
@@ -343,9 +347,11 @@ class Rank:
         logits, states = self.model.logits_and_states(ids, attention, self._indices(rows), wanted)
         return self._full_logits(logits), pooler.fetch(plan, states) if self._spec.rank == 0 else None
 
-    def _decode(self, cache: KvCache, inputs: DecodeInputs) -> torch.Tensor:
+    def _compute_recorded(self, cache: KvCache, inputs: DecodeInputs | ChunkInputs) -> torch.Tensor:
         """As `forward`, for a step that is recorded."""
         with self._marks.recorded():
+            if isinstance(inputs, ChunkInputs):
+                return self._full_logits(self.model.mix(cache, inputs))
             return self._full_logits(self.model.decode(cache, inputs))
 
     def _indices(self, numbers: NDArray[np.integer]) -> torch.Tensor:

@@ -53,7 +53,8 @@ class WorkerSettings(KvStoreSettings):
     max_batch_tokens: int | None = Field(
         None,
         ge=1,
-        description="Tokens computed in one step, over all requests; if not set, 2048 with device = cuda, else 512.",
+        description="Tokens computed in one step, over all requests; if not set, 512. On CUDA steps of up to 512 are "
+        "recorded; more compute long prompts faster, while running streams wait longer.",
     )
     max_queue: int = Field(256, ge=1, description="Requests waiting at most; one more is refused as overloaded.")
     max_context: int | None = Field(
@@ -106,7 +107,9 @@ class WorkerSettings(KvStoreSettings):
         description="Plan a step while the one before it runs; if not set: yes, but on the CPU not while a stream with "
         "a grammar runs.",
     )
-    cuda_graphs: bool = Field(True, description="On CUDA, record steps of decoding once and replay them.")
+    cuda_graphs: bool = Field(
+        True, description="On CUDA, record steps of decoding, and of up to 512 tokens, once and replay them."
+    )
     fast_path: Literal["required", "prebuilt", "preferred"] = Field(
         "required",
         description="With device = cuda: without GPU kernels or CUDA graphs a start fails; prebuilt: also if a kernel "

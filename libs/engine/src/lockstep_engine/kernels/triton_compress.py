@@ -35,26 +35,28 @@ def _compress(
 ):  # fmt: skip
     move, cold_head = tl.program_id(0), tl.program_id(1).to(tl.int64)  # heads of all the layers are counted together
     hot_head = tl.load(numbers + cold_head // kv_heads).to(tl.int64) * kv_heads + cold_head % kv_heads
-    source = hot_head * hot_blocks + tl.load(moves + 2 * move)
-    target = cold_head * cold_blocks + tl.load(moves + 2 * move + 1)
-    d = tl.arange(0, dim_pad)
-    offset = tl.arange(0, _BLOCK)
-    key_at = d[:, None] * _BLOCK + offset[None, :]
-    key_inside = (d < dim)[:, None] & (offset < _BLOCK)[None, :]
-    k = tl.load(keys + source * (dim * _BLOCK) + key_at, mask=key_inside, other=0.0)
-    value_at = offset[:, None] * dim + d[None, :]
-    value_inside = (offset < _BLOCK)[:, None] & (d < dim)[None, :]
-    if has_values:
-        v = tl.load(values + source * (dim * _BLOCK) + value_at, mask=value_inside, other=0.0)
-    if scaled:
-        k, k_scales = _quantize(k.to(tl.float32), 0, native)
-        tl.store(key_scales + target * _BLOCK + offset, k_scales)
-    tl.store(cold_keys + target * (dim * _BLOCK) + key_at, k, mask=key_inside)
-    if has_values:
+    hot_block = tl.load(moves + 2 * move)
+    if hot_block >= 0:
+        source = hot_head * hot_blocks + hot_block
+        target = cold_head * cold_blocks + tl.load(moves + 2 * move + 1)
+        d = tl.arange(0, dim_pad)
+        offset = tl.arange(0, _BLOCK)
+        key_at = d[:, None] * _BLOCK + offset[None, :]
+        key_inside = (d < dim)[:, None] & (offset < _BLOCK)[None, :]
+        k = tl.load(keys + source * (dim * _BLOCK) + key_at, mask=key_inside, other=0.0)
+        value_at = offset[:, None] * dim + d[None, :]
+        value_inside = (offset < _BLOCK)[:, None] & (d < dim)[None, :]
+        if has_values:
+            v = tl.load(values + source * (dim * _BLOCK) + value_at, mask=value_inside, other=0.0)
         if scaled:
-            v, v_scales = _quantize(v.to(tl.float32), 1, native)
-            tl.store(value_scales + target * _BLOCK + offset, v_scales)
-        tl.store(cold_values + target * (dim * _BLOCK) + value_at, v, mask=value_inside)
+            k, k_scales = _quantize(k.to(tl.float32), 0, native)
+            tl.store(key_scales + target * _BLOCK + offset, k_scales)
+        tl.store(cold_keys + target * (dim * _BLOCK) + key_at, k, mask=key_inside)
+        if has_values:
+            if scaled:
+                v, v_scales = _quantize(v.to(tl.float32), 1, native)
+                tl.store(value_scales + target * _BLOCK + offset, v_scales)
+            tl.store(cold_values + target * (dim * _BLOCK) + value_at, v, mask=value_inside)
 
 
 def compress(layers: ColdLayers, moves: torch.Tensor) -> None:
@@ -65,7 +67,7 @@ def compress(layers: ColdLayers, moves: torch.Tensor) -> None:
             float16, bfloat16 or float32; cold ones [n, kv heads, cold blocks, …] in uint8 with float32 scales
             [n, kv heads, cold blocks, 16], or in the hot blocks' type without. All contiguous; with a latent the keys
             alone.
-        moves: [m, 2], int32, contiguous: the hot block and the cold one.
+        moves: [m, 2], int32, contiguous: the hot block and the cold one; a negative hot block: nothing is done.
 
     Raises:
         ValueError: a shape, type or layout is not as above.
