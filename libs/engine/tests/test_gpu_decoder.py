@@ -107,7 +107,15 @@ rest of a prompt, and some that enter a block."""
 
 @pytest.mark.parametrize(
     ("name", "exact"),
-    [("qwen3", False), further("qwen3", True), ("gemma2", False), further("mistral", False), further("mixtral", True)],
+    [
+        ("qwen3", False),
+        further("qwen3", True),
+        ("gemma2", False),
+        ("deepseek_v3", False),
+        further("deepseek_v3", True),
+        further("mistral", False),
+        further("mixtral", True),
+    ],
 )
 @torch.inference_mode()
 def test_logits_of_recorded_steps_with_chunks_are_those_of_transformers(name, exact, tmp_path):

@@ -17,7 +17,7 @@ int omp_get_thread_num(void);
 int omp_get_num_threads(void);
 
 /* Raised with every change of a signature or layout, so that the caller can refuse a stale build. */
-const int lockstep_cpu_version = 16;
+const int lockstep_cpu_version = 17;
 
 #define BLOCK 16
 #define LANES 16 /* partial sums of a reduction, in every build */
