@@ -60,6 +60,11 @@ class TestPoolSizes:
         assert sizes.hot >= 2 * 66
         assert sizes.cold >= 2 * 3
 
+    def test_one_full_context_fits_if_memory_allows(self):
+        """A window of 64 of 1024 blocks: half of the memory has more hot blocks than can be spared."""
+        memory = 66 * HOT + 958 * COLD + 10 * HOT
+        assert pool_sizes(spec(HotWindow(1, 64), context_length=2**14), memory, HOT, COLD) == PoolSizes(76, 958)
+
     def test_the_pools_of_a_model_with_a_window_have_room_for_as_many_windows_as_memory_allows(self):
         """A window of 16 blocks in a context of 128; four of them are hot."""
         made, memory = spec(window=SlidingWindow(257)), 60 * HOT

@@ -83,8 +83,8 @@ def pool_sizes(spec: RankSpec, memory: int, block_bytes: int, cold_block_bytes: 
     """How many blocks of each pool a rank should have: no more than `memory` bytes hold, and no more than it can use.
 
     With compression, the hot pool has what `hot_pool_blocks` says; the rest of the memory is for contexts. If there is
-    too little, the hot pool gets half of it, or more if long contexts need it. Where sequences drop what lies before
-    the model's window, the rest of what whole contexts would take is for cached texts.
+    too little, the hot pool gets half of it, or more if long contexts need it, or less if else not even one fits. Where
+    sequences drop what lies before the model's window, the rest of what whole contexts would take is for cached texts.
     """
     blocks, hot_window, window = -(-spec.model.context_length // BLOCK_SIZE), spec.config.hot_window, spec.model.window
     if hot_window is None or hot_window.blocks >= blocks:
@@ -93,6 +93,8 @@ def pool_sizes(spec: RankSpec, memory: int, block_bytes: int, cold_block_bytes: 
     held = cold_each if window is None else min(cold_each, window.blocks_before - hot_window.size + 1)
     contexts = memory // (hot_window.blocks * block_bytes + held * cold_block_bytes)
     hot = min(hot_pool_blocks(spec.config, hot_window), max(memory // 2 // block_bytes, contexts * hot_window.blocks))
+    if contexts:
+        hot = min(hot, (memory - held * cold_block_bytes) // block_bytes)
     hot = max(hot, min(hot_window.blocks, memory // block_bytes))
     return PoolSizes(hot, min((memory - hot * block_bytes) // cold_block_bytes, spec.config.max_seqs * cold_each))
 
