@@ -41,10 +41,13 @@ class InProcessGroup:
         blocks: int = _BLOCKS,
         compressed_layers: Collection[int] | None = None,
         shards: int = 1,
+        hot_layers: Collection[int] = (),
+        copies: bool = False,
     ) -> None:
         self._shards = shards
         self.tp, self._blocks, self._compressed_layers = tp, blocks, compressed_layers
         self._dtype, self._hot_window = dtype, hot_window
+        self._hot_layers, self._copies = hot_layers, copies
         self._info = inspect_model(EngineConfig(model=str(path), tp=tp, max_context=max_context, kv_compression="none"))
         groups: list[Collectives] = [Alone()]
         if tp > 1:
@@ -68,9 +71,10 @@ class InProcessGroup:
             blocks=self._blocks,
             dtype=self._dtype,
             device=device,
-            hot_window=self._hot_window,
+            hot_window=None if self._copies else self._hot_window,
             cold_blocks=0 if self._hot_window is None else self._blocks,
             compressed_layers=self._compressed_layers,
+            hot_layers=self._hot_layers,
         )
         return group, model, cache
 

@@ -27,9 +27,11 @@ class InProcessModel:
 
 
 class InProcessEngine:
-    """Runs requests to their end. `hot` and `cold`: blocks of the pools; `depth`: most plans in flight."""
+    """Runs requests to their end. `hot` and `cold`: blocks of the pools; `depth`: most plans in flight; `hot_layers`:
+    as for `KvCache`.
+    """
 
-    def __init__(self, loaded, *, hot=128, cold=128, compressed_layers=None, depth=1, **limits):
+    def __init__(self, loaded, *, hot=128, cold=128, compressed_layers=None, depth=1, hot_layers=(), **limits):
         self._depth = depth
         self.limits = Limits(**{**DEFAULTS, **limits})
         self._model = loaded.model
@@ -42,8 +44,9 @@ class InProcessEngine:
             dtype=torch.float32,
             device=torch.device("cpu"),
             cold_blocks=cold if hot_window is not None else 0,
-            hot_window=hot_window,
+            hot_window=None if self.limits.copies else hot_window,
             compressed_layers=compressed_layers,
+            hot_layers=hot_layers,
         )
         self.scheduler = Scheduler(self.limits, [], PoolSizes(hot, cold if hot_window is not None else 0))
         self._sampler = Sampler(self.limits.max_seqs, self._model.vocab_size, torch.device("cpu"))

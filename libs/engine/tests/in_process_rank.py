@@ -64,7 +64,8 @@ class InProcessRank:
             max_queue=config.max_queue,
             context_length=info.context_length,
             prefix_cache=config.prefix_cache,
-            hot_window=config.hot_window,
+            hot_window=config.hot_window_with(info.windowed),
+            copies=info.windowed is not None and config.hot_window is None,
         )
         self.scheduler = Scheduler(limits, [], self.loaded.blocks)
         self._numbers = itertools.count()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import torch
 from lockstep_engine import EngineConfig, Request
-from lockstep_engine.config import BLOCK_SIZE, HotWindow
+from lockstep_engine.config import BLOCK_SIZE, HotWindow, SlidingWindow, WindowedLayers
 from lockstep_engine.control import Ready
 from lockstep_engine.host_memory import HostMemory
 from lockstep_engine.mailbox import Mailbox
@@ -17,6 +17,8 @@ from lockstep_engine.remote_tier import RemoteTier
 from lockstep_engine.scheduler import Scheduler
 from test_host_memory import PARAMS, TEXT, Ranks, words
 
+WINDOW = SlidingWindow(37)
+"""Of layers that have no cold blocks."""
 FULL = (TEXT + PARAMS.max_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 """Tokens of the blocks that a first turn leaves."""
 
@@ -29,14 +31,17 @@ class Worker(Ranks):
         self.scheduler = Scheduler(self.limits, [], self.sizes, shares_slots=True)
         config = _Config(model="m", host_cache_bytes=1)
         window, layers = mode.get("hot_window"), mode.get("compressed_layers")
+        hot_layers, copies = mode.get("hot_layers", ()), mode.get("copies", False)
+        windowed = WindowedLayers(WINDOW, hot_layers, self.group.models[0].layers) if hot_layers else None
         self.config = replace(
             config,
-            window=window,
+            window=None if copies else window,
             kv_compression="per_layer" if layers else config.kv_compression,
             kv_compressed_layers=layers or (),
         )
         self.changes = 0
-        self.tier = RemoteTier(store, self.config, "digest", self.scheduler, recompute_s, self._change)
+        assert self.config.hot_window_with(windowed) == window
+        self.tier = RemoteTier(store, self.config, "digest", self.scheduler, recompute_s, self._change, windowed)
         self.outputs = {}
         self.open()
 

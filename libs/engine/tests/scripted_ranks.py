@@ -47,13 +47,16 @@ def expected_ids(prompt, count, *, seed=0, emitted=(), window=None):
 class ScriptedRanks:
     """Executes plans, and checks the rules that every plan must follow."""
 
-    def __init__(self, sizes, hot_window, max_batch_tokens, max_scores, *, mean_pooling=False, window=None):
+    def __init__(
+        self, sizes, hot_window, max_batch_tokens, max_scores, *, mean_pooling=False, window=None, copies=False
+    ):
         # Ids of cold blocks follow those of hot ones, with one between them.
         self._cache = np.full((sizes.hot + 1 + sizes.cold, BLOCK_SIZE), _NEVER, dtype=np.int64)
         self._first_cold = sizes.hot + 1
         self.host = HostSlots(sizes.host, self._first_cold)
         self._hot_window = hot_window
         self._window = window
+        self._copies = copies
         self.compressed = []
         """The texts of the blocks that were made cold."""
         self._budget = max_batch_tokens
@@ -177,6 +180,9 @@ class ScriptedRanks:
 
     def _check_versions(self, starts, lengths, tables, hot_tables, *, both):
         """Every query finds each block in the version that its position demands, with the same text."""
+        if self._copies:
+            self._check_copies(starts, lengths, tables, both=both)
+            return
         seen_both = False
         for start, length, table, hot_table in zip(starts.tolist(), lengths.tolist(), tables, hot_tables, strict=True):
             last = (start + length - 1) // BLOCK_SIZE
@@ -190,6 +196,13 @@ class ScriptedRanks:
                 assert (self._cache[ids] == self._cache[last_ids]).all(), "two versions, two texts"
                 seen_both |= bool((ids != last_ids).any())
         assert seen_both == both, "two tables exactly when they are needed"
+
+    def _check_copies(self, starts, lengths, tables, *, both):
+        """Every query finds the blocks of its window hot; what lies before that of the first one is a copy."""
+        assert not both, "a second table, though either version will do"
+        for start, length, table in zip(starts.tolist(), lengths.tolist(), tables, strict=True):
+            first, last = self._hot_window.first_hot(start // BLOCK_SIZE), (start + length - 1) // BLOCK_SIZE
+            assert ((table[: last + 1] >= self._first_cold) == (np.arange(last + 1) < first)).all()
 
     def _write(self, tokens, starts, lengths, tables):
         written = set()
@@ -278,6 +291,7 @@ class Server:
             self.limits.max_seqs,
             mean_pooling=self.limits.mean_pooling,
             window=self.limits.window,
+            copies=self.limits.copies,
         )
         self._depth = depth
         self._results = deque()

@@ -217,33 +217,67 @@ def test_every_architecture_that_can_have_a_sliding_window_has_a_case_with_one()
     assert masked == {case.model_type for case in CASES.values() if case.tps and has_window(case)} & masked
 
 
+PARTLY_WINDOWED = {
+    *("cohere2", "cwm", "exaone4", "exaone_moe", "gemma2", "gemma3_text", "gpt_oss", "mellum", "olmo3", "vaultgemma"),
+    *("qwen2-window", "qwen3-window"),
+}
+"""Cases with a window in some layers, which keep it alone: as for `WINDOWED`."""
 WINDOWED = {"mistral", "mixtral-window", "phi3-window", "phimoe-window", "qwen3_moe-window", "starcoder2"}
 """Cases with a window in every layer: the tests of logits show that no layer sees more, which a rank refuses."""
 
 
 def test_the_window_of_every_layer_is_known_without_the_models_code(tmp_path):
-    windows = {}
+    windows, layers = {}, {}
     for name, case in CASES.items():
-        names = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[case.model_type]]
-        path = tmp_path / name
-        AutoConfig.for_model(case.model_type, **case.settings, architectures=names).save_pretrained(path)
-        (path / "model.safetensors").write_bytes(safetensors_bytes())
-        windows[name] = inspect_model(EngineConfig(model=str(path), kv_compression="none")).window
+        info = inspect_model(described(tmp_path / name, case.model_type, **case.settings))
+        windows[name] = info.window
+        layers[name] = info.windowed
     assert {name for name, window in windows.items() if window is not None} == WINDOWED
     assert {windows[name] for name in WINDOWED} == {SlidingWindow(37)}
+    assert {name for name, given in layers.items() if given is not None} == PARTLY_WINDOWED
+    assert {layers[name].window for name in PARTLY_WINDOWED} == {SlidingWindow(37)}
 
 
-@pytest.mark.parametrize("name", ["mistral", "phi3-window", "phimoe-window"])
+TURNS = {each: known for each, known in ARCHITECTURES.items() if known.turns}
+
+
+@pytest.mark.parametrize("model_type", TURNS)
+def test_which_layers_have_a_window_is_known_from_older_configurations_too(model_type, tmp_path):
+    """These do not list the layers."""
+    shape = {"num_hidden_layers": 13, "sliding_window": 16, "max_position_embeddings": 512}
+    if model_type == "exaone_moe":
+        shape["first_k_dense_replace"] = 1
+    config = described(tmp_path, model_type, **shape)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    kinds = settings.pop("layer_types")
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    windowed = inspect_model(config).windowed
+    assert windowed.numbers == tuple(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
+    assert 0 < len(windowed.numbers) < 13
+
+
+def described(path, model_type, **settings):
+    """The engine's settings for a checkpoint of which there is the configuration alone."""
+    names = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    AutoConfig.for_model(model_type, **settings, architectures=names).save_pretrained(path)
+    (path / "model.safetensors").write_bytes(safetensors_bytes())
+    return EngineConfig(model=str(path), kv_compression="none")
+
+
+@pytest.mark.parametrize("name", ["mistral", "phi3-window", "phimoe-window", "gemma2", "qwen2-window"])
 def test_a_layer_that_sees_more_than_is_kept_is_refused(name, tmp_path):
     path, _ = make(name, tmp_path)
     info = inspect_model(EngineConfig(model=str(path)))
+    is_part = info.windowed is not None
     ids, layout = (
         torch.arange(2, 40),
         StepLayout(np.zeros(1, np.int32), np.array([38], np.int32), np.array([[0, 1, 2]])),
     )
     for tokens, is_refused in ((37, False), (36, True)):
         with pytest.raises(LockstepError, match="sees 37") if is_refused else nullcontext(), torch.inference_mode():
-            model = build_model(replace(info, window=SlidingWindow(tokens)), Alone(), torch.float32)
+            window = SlidingWindow(tokens)
+            changes = {"windowed": replace(info.windowed, window=window)} if is_part else {"window": window}
+            model = build_model(replace(info, **changes), Alone(), torch.float32)
             load_weights(model.module, info, torch.device("cpu"))
             geometry = {"layers": model.layers, "kv_heads": model.kv_heads, "head_dim": model.head_dim}
             cache = KvCache(**geometry, blocks=3, dtype=torch.float32, device=torch.device("cpu"))

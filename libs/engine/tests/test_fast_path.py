@@ -9,11 +9,13 @@ import torch
 from lockstep_common.errors import LockstepError
 from lockstep_engine import distributed, fast_path
 from lockstep_engine.config import EngineConfig
+from lockstep_engine.control import RankSpec
 from lockstep_engine.graphs import GraphedStep
 from lockstep_engine.kernels import gpu, prebuilt, tiles
 from lockstep_engine.rank import Rank
 from lockstep_engine.recorders import HostRecorder, NotRecordableError
 from lockstep_engine.step_recorder import StepRecorder
+from specs import model_info
 
 CUDA = torch.device("cuda")
 
@@ -56,7 +58,7 @@ class GpuRank(Rank):
         text = SimpleNamespace(num_attention_heads=8)
         module = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
         self._device, self._dtype, self._group, self._deterministic = CUDA, torch.bfloat16, group, False
-        self._spec = SimpleNamespace(config=settings)
+        self._spec = RankSpec(rank=0, epoch=0, config=settings, model=model_info(), threads=1)
         self.model = SimpleNamespace(head_dim=128, latent=0, kv_heads=2, module=module)
 
 

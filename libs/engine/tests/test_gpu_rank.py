@@ -160,6 +160,26 @@ def test_tokens_are_those_of_the_cpu_and_decoding_is_replayed(name, dtype, overl
         assert served.ready.dtype == dtype
 
 
+@pytest.mark.parametrize("mode", ["none", "lazy"])
+def test_layers_with_a_window_see_hot_blocks_alone(mode, tmp_path, monkeypatch, by_triton):
+    """Also in recorded steps: what they see begins behind blocks that are cold in the tables."""
+    path, _ = make("gemma2", tmp_path)
+    rule = EngineConfig(model="", kv_hot_window=48, kv_compression=mode).hot_window
+    prompt = [(11 * each + 5) % 300 + 2 for each in range(100)]
+    request = prompt, SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+    expected = InProcessEngine(InProcessModel(path), hot_window=rule).run((prompt, (), request[1]))
+    by_triton()
+    steps = Steps(monkeypatch)
+    settings = SETTINGS | {"max_seqs": 1, "kv_compression": mode, "kv_memory_bytes": 2**22}
+    with InProcessRank(path, dtype="float32", **settings) as served:
+        steps.moves = 0
+        assert served.run(request) == expected
+        assert len(steps.replayed) == 15
+        assert steps.moves == (3 if mode == "lazy" else 0)  # blocks 1 to 3, in the one layer that has cold ones
+        assert served.rank.builds.builds == 0
+        assert served.scheduler.blocks.needs(512).cold == (27 if mode == "lazy" else 28)
+
+
 def test_the_marks_of_a_rank_end_with_its_steps(tmp_path, monkeypatch, by_triton):
     """All of them are replayed: each step has its own numbers."""
     path, _ = make("llama-grouped-untied", tmp_path)

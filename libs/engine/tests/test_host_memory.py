@@ -45,20 +45,33 @@ class Ranks:
     """An engine of `tp` ranks in threads of this process, each with its cache and its host memory."""
 
     def __init__(
-        self, path, tp, dtype, *, hot_window=None, compressed_layers=None, host_bytes=2**20, shards=1, window=None
+        self,
+        path,
+        tp,
+        dtype,
+        *,
+        hot_window=None,
+        compressed_layers=None,
+        host_bytes=2**20,
+        shards=1,
+        window=None,
+        hot_layers=(),
+        copies=False,
     ):
         kept = {"hot_window": hot_window, "blocks": BLOCKS, "compressed_layers": compressed_layers}
+        kept |= {"hot_layers": hot_layers, "copies": copies}
         self.group = InProcessGroup(path, tp, dtype=dtype, shards=shards, **kept)
         model = self.group.models[0]
         geometry = {"layers": model.layers, "kv_heads": model.kv_heads, "head_dim": model.head_dim, "dtype": dtype}
+        cold = geometry | {"layers": model.layers - len(hot_layers)}
         sizes = (
             KvCache.block_bytes(**geometry),
-            KvCache.cold_block_bytes(**geometry, compressed_layers=compressed_layers),
+            KvCache.cold_block_bytes(**cold, compressed_layers=() if copies else compressed_layers),
         )
         config = EngineConfig(model="m", host_cache_bytes=host_bytes)
         host = host_sizes(config, "cpu", hot_window is not None, *sizes, held_shards(model.total_kv_heads, tp, shards))
         self.memories = [HostMemory(host, cache) for cache in self.group.caches]
-        self.limits = Limits(4, 64, 100, 512, prefix_cache=True, hot_window=hot_window, window=window)
+        self.limits = Limits(4, 64, 100, 512, prefix_cache=True, hot_window=hot_window, window=window, copies=copies)
         self.sizes = PoolSizes(BLOCKS, 0 if hot_window is None else BLOCKS, host)
         self.scheduler = Scheduler(self.limits, [], self.sizes)
         self._sampler = Sampler(4, model.vocab_size, torch.device("cpu"))
@@ -106,10 +119,10 @@ def words(seed, count=TEXT):
     return random.Random(seed).choices(range(2, VOCABULARY), k=count)
 
 
-def check(path, tp, dtype, **mode):
-    """The second turn of a conversation whose first one the pools have evicted, and the same once more."""
+def check(path, tp, dtype, texts=3, **mode):
+    """The second turn of a conversation, the first one of which further texts have evicted, and the same once more."""
     ranks = Ranks(path, tp, dtype, **mode)
-    first, *_ = (ranks.run(words(seed))[0] for seed in range(3))
+    first, *_ = (ranks.run(words(seed))[0] for seed in range(texts))
     turn = [*words(0), *first, *words(9, 40)]
     *found, cached = ranks.run(turn)
     usage = ranks.scheduler.blocks.host.usage

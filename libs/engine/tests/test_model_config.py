@@ -7,7 +7,7 @@ import pickle
 import pytest
 from handmade import safetensors_bytes, write_model
 from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_engine.config import EngineConfig, SlidingWindow
+from lockstep_engine.config import EngineConfig, SlidingWindow, WindowedLayers
 from lockstep_engine.model_config import inspect_model
 
 
@@ -98,6 +98,65 @@ class TestContents:
         """Those that are compressed lie before the hot window."""
         path = write_model(tmp_path, model_type="mistral", sliding_window=80)
         assert (inspect(path, **settings).window == SlidingWindow(80)) == is_used
+
+    @pytest.mark.parametrize(
+        ("model_type", "changes", "expected"),
+        [
+            ("gemma2", {}, (0, 2)),
+            ("gemma3_text", {}, None),  # the first without a window would be the sixth
+            ("gemma3_text", {"num_hidden_layers": 7}, (0, 1, 2, 3, 4, 6)),
+            ("gemma3_text", {"sliding_window_pattern": 3}, (0, 1, 3)),
+            ("cohere2", {}, (0, 1, 2)),
+            (
+                "cohere2",
+                {"sliding_window_pattern": 2, "layer_types": [*["full_attention"] * 3, "sliding_attention"]},
+                (3,),
+            ),
+            ("exaone4", {"sliding_window_pattern": "LLLG"}, None),
+            ("gpt_oss", {"layer_types": ["full_attention", *["sliding_attention"] * 3]}, (1, 2, 3)),
+            ("gpt_oss", {"layer_types": ["sliding_attention"]}, None),  # says nothing of the others
+            ("gpt_oss", {"layer_types": ["full_attention"] * 4}, None),
+            ("gpt_oss", {"sliding_window": None}, None),
+            ("mellum", {}, None),
+            ("mellum", {"layer_types": ["sliding_attention", "full_attention"] * 2}, (0, 2)),
+            ("qwen2", {"max_window_layers": 3}, None),
+            ("qwen2", {"use_sliding_window": True, "max_window_layers": 3}, (3,)),
+            ("qwen3", {"use_sliding_window": True, "max_window_layers": 9}, None),
+            ("llama", {"layer_types": ["sliding_attention", "full_attention"] * 2}, None),  # has none
+        ],
+        ids=short,
+    )
+    def test_the_layers_that_have_a_window(self, tmp_path, model_type, changes, expected):
+        fields = {"num_hidden_layers": 4, "sliding_window": 16, **changes}
+        found = inspect(write_model(tmp_path, model_type=model_type, **fields)).windowed
+        layers = fields["num_hidden_layers"]
+        assert found == (None if expected is None else WindowedLayers(SlidingWindow(16), expected, layers))
+
+    @pytest.mark.parametrize(
+        ("settings", "is_used"),
+        [
+            ({}, True),
+            ({"kv_compression": "none"}, True),
+            ({"kv_compression": "immediate"}, False),
+            ({"kv_compression": "per_layer", "kv_compressed_layers": (0,)}, False),
+            ({"kv_hot_window": 80}, True),
+            ({"max_context": 128}, True),
+            ({"max_context": 127}, False),
+        ],
+        ids=str,
+    )
+    def test_layers_with_a_window_give_it_back_in_contexts_of_many(self, tmp_path, settings, is_used):
+        path = write_model(tmp_path, model_type="gpt_oss", num_hidden_layers=2, sliding_window=16)
+        assert (inspect(path, **settings).windowed is not None) == is_used
+
+    def test_the_digest_tells_engines_apart_that_see_other_blocks_compressed(self, tmp_path):
+        path = write_model(tmp_path, model_type="gpt_oss", num_hidden_layers=2, sliding_window=16)
+        lazy, none = (
+            [inspect(path, kv_compression=kind, max_context=context).digest for context in (127, 128)]
+            for kind in ("lazy", "none")
+        )
+        assert lazy[0] != lazy[1]
+        assert none[0] == none[1] not in lazy
 
     @pytest.mark.parametrize(
         ("rope", "expected"),

@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.config import BLOCK_SIZE, SlidingWindow, WindowedLayers
 from lockstep_engine.plan import (
     Plan,
     Result,
@@ -129,24 +129,34 @@ def test_a_step_with_more_tokens_than_sequences_has_a_prefill(tokens, prefill):
 
 
 @pytest.mark.parametrize(
-    ("max_seqs", "context", "vocab"), [(1, 64, 300), (8, 4096, 128_000), (3, 2, 40), (1, 131_072, 128_000)]
+    ("max_seqs", "context", "vocab", "windowed"),
+    [
+        (1, 64, 300, None),
+        (8, 4096, 128_000, None),
+        (3, 2, 40, None),
+        (1, 131_072, 128_000, None),
+        (8, 4096, 300, WindowedLayers(SlidingWindow(512), tuple(range(5)), 6)),
+    ],
 )
-def test_the_largest_messages_of_an_engine_fit(max_seqs, context, vocab):
+def test_the_largest_messages_of_an_engine_fit(max_seqs, context, vocab, windowed):
     """Every sampling row gets a new request at once, with penalties, bias and stop ids, and tables are as wide as they
     get, with every block moved out of the hot window.
     """
-    spec = rank_spec(max_seqs=max_seqs, context_length=context, vocab_size=vocab, host_cache_bytes=2**40)
+    spec = rank_spec(
+        max_seqs=max_seqs, context_length=context, vocab_size=vocab, host_cache_bytes=2**40, windowed=windowed
+    )
     plan_bytes, result_bytes = message_sizes(spec)
     plan = make_plan(
         sequences=max_seqs,
         tokens=spec.config.step_tokens,
         width=-(-context // BLOCK_SIZE),
-        moves=max_seqs * (spec.config.hot_window.size + 1) // 2,
+        moves=max_seqs * (spec.hot_window.size + 1) // 2,
         scored=True,
         added=[row_sampling(max_seqs, past=context // 2)] * max_seqs,
     )
     pools = pool_sizes(spec, 2**60, 4, 1)
-    plan.spills = plan.loads = np.full((pools.hot + pools.cold, 1 + 4), LARGEST, dtype=np.int32)
+    slots = 4 if windowed is None else 4 * 6  # of a block that is compressed in one layer of six
+    plan.spills = plan.loads = np.full((pools.hot + pools.cold, 1 + slots), LARGEST, dtype=np.int32)
     logprobs = StepLogprobs(-0.1, [LARGEST] * MAX_LOGPROBS, [-0.1] * MAX_LOGPROBS)
     scores = np.zeros(max_seqs, dtype=np.float32)
     result = Result(

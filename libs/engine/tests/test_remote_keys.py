@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from lockstep_engine import EngineConfig
 from lockstep_engine.blocks import extend_keys
+from lockstep_engine.config import SlidingWindow, WindowedLayers
 from lockstep_engine.control import Ready
 from lockstep_engine.remote_keys import block_name, chain, seed
 from scripted_ranks import words
@@ -49,6 +50,12 @@ def test_a_name_depends_on_all_tokens_before_the_end_of_its_block():
 )
 def test_names_differ_with_what_decides_about_contents(other):
     assert not set(names(words(32, 1))) & set(names(words(32, 1), **other))
+
+
+def test_names_differ_with_the_layers_that_cold_blocks_lack():
+    configs = CONFIG, replace(CONFIG, kv_compression="none"), replace(CONFIG, kv_compression="immediate")
+    layers = None, *(WindowedLayers(SlidingWindow(60), numbers, 3) for numbers in ((0,), (0, 1)))
+    assert len({seed(config, "model", READY, "", windowed=each) for config in configs for each in layers}) == 9
 
 
 def test_without_exact_bits_ranks_of_one_kind_share():

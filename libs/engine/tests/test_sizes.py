@@ -3,7 +3,7 @@
 import pytest
 from lockstep_common.errors import LockstepError
 from lockstep_engine.blocks import PoolSizes
-from lockstep_engine.config import BLOCK_SIZE, HotWindow, SlidingWindow
+from lockstep_engine.config import BLOCK_SIZE, HotWindow, SlidingWindow, WindowedLayers
 from lockstep_engine.kernels.tiles import PRODUCT_ROWS
 from lockstep_engine.sizes import canary_tokens, kv_memory_bytes, pool_sizes
 from specs import rank_spec
@@ -74,6 +74,16 @@ class TestPoolSizes:
         assert sizes.hot >= contexts * 6
         assert sizes.cold >= contexts * 13
         assert pool_sizes(made, 10**9, HOT, COLD) == pool_sizes(spec(), 10**9, HOT, COLD)
+
+    @pytest.mark.parametrize("kind", ["none", "lazy"])
+    def test_layers_with_a_window_take_hot_blocks_alone(self, kind):
+        """A window of 64 of 1024 blocks. Hot blocks are those of all layers."""
+        windowed = WindowedLayers(SlidingWindow(1024), tuple(range(5)), 6)
+        made = spec(None if kind == "none" else LAZY, context_length=2**14, windowed=windowed)
+        hot, cold = (65, 1024 - 65) if kind == "none" else (66, 1024 - 66)
+        assert made.hot_window.blocks == hot
+        assert (made.compressed is None) == (kind == "none")
+        assert pool_sizes(made, 10**9, HOT, COLD) == PoolSizes((8 * hot + 8) * 5 // 4, 8 * cold)
 
     def test_little_memory_still_holds_the_hot_blocks_of_one_sequence(self):
         sizes = pool_sizes(spec(), 8 * HOT, HOT, COLD)

@@ -63,6 +63,8 @@ class Texts:
         compressed=(0, LAYER),
         dtype=torch.float32,
         drops=False,
+        hot_layers=(),
+        copies=None,
         **options,
     ):
         """Outputs [length, heads, width of values] of each sequence after `steps`, each a list of (sequence, tokens to
@@ -70,6 +72,8 @@ class Texts:
 
         With a hot_window, blocks are compressed when it says so, and what nobody may read any more becomes NaN. With
         `drops`, blocks before the window of the step's first query become NaN, too, and tables have them no more.
+        `hot_layers` have no cold blocks. With them `copies` may be a hot window, in place of hot_window: cold blocks
+        are copies.
         """
         window = SlidingWindow(options["window"]) if drops else None
         total = sum(len(each) for each in self.blocks)
@@ -80,18 +84,23 @@ class Texts:
             blocks=total,
             dtype=dtype,
             device=CPU,
-            cold_blocks=0 if hot_window is None else total,
+            cold_blocks=0 if hot_window is None and copies is None else total,
             hot_window=hot_window,
             compressed_layers=compressed,
             latent=self.latent,
+            hot_layers=hot_layers,
         )
-        cache.keys[:, :, :total] = math.nan  # what earlier owners left; a block is cleared when it is entered
-        cache.values[:, :, :total] = math.inf
+        for each in cache.layers:
+            each.keys[:, :total] = math.nan  # what earlier owners left; a block is cleared when it is entered
+            each.values[:, :total] = math.inf
         spoil(cache)
         done = [0] * len(self.lengths)
+        self._copied = [0] * len(self.lengths)
         out = [torch.full((each, self.heads, self.latent or self.dim), math.nan) for each in self.lengths]
         for step in steps:
-            attention = kind(cache, self._layout(step, done, cache, window))
+            if copies is not None:
+                self._copy(step, done, cache, copies)
+            attention = kind(cache, self._layout(step, done, cache, window, copies))
             if poison:
                 self._poison(cache, step, done)
             parts = [
@@ -106,7 +115,16 @@ class Texts:
                 done[sequence] += count
         return out
 
-    def _layout(self, step, done, cache, window):
+    def _copy(self, step, done, cache, rule):
+        """Make the copies that the step's first queries see, of blocks that nobody may read any more."""
+        for sequence, _ in step:
+            made = slice(self._copied[sequence], rule.first_hot(done[sequence] // BLOCK_SIZE))
+            cache.compress(np.stack([self.blocks[sequence][made], self.cold[sequence][made]], axis=1))
+            for tensor, _ in cache.block_tensors(cold=False):
+                tensor[:, :, self.blocks[sequence][made].tolist()] = math.nan
+            self._copied[sequence] = made.stop
+
+    def _layout(self, step, done, cache, window, copies):
         hot_window = cache.hot_window
         width = max(-(-(done[sequence] + count) // BLOCK_SIZE) for sequence, count in step)
         tables, hot_tables = np.full((2, len(step), width), -1, np.int32)
@@ -116,6 +134,9 @@ class Texts:
             first, last = done[sequence] // BLOCK_SIZE, (done[sequence] + count - 1) // BLOCK_SIZE
             hot, cold = self.blocks[sequence], self.cold[sequence]
             tables[row, : last + 1] = hot_tables[row, : last + 1] = hot[: last + 1]
+            if copies is not None:
+                copied = slice(self._copied[sequence])
+                tables[row, copied] = hot_tables[row, copied] = cold[copied] + cache.first_cold
             if hot_window is None:
                 continue
             before, begin, end = (
@@ -174,8 +195,8 @@ class Texts:
 
 def spoil(cache, blocks=slice(-1)):
     """What earlier owners left in cold blocks: nothing that may be read before it is written."""
-    for layer in range(len(cache.keys)):
-        cold = cache.layer(layer).cold
+    for layer in cache.layers:
+        cold = layer.cold
         for tensor in () if cold is None else (cold.keys, cold.values, cold.key_scales, cold.value_scales):
             if tensor is not None:
                 tensor[:, blocks] = 0x7F if tensor.dtype is torch.uint8 else math.nan

@@ -28,6 +28,7 @@ from lockstep_engine import (
     Request,
     TokenLogprob,
 )
+from lockstep_engine.config import WindowedLayers
 from lockstep_engine.remote_store import RemoteStore
 from lockstep_worker.engine import OnChange, OnOutputs, OnPhases
 
@@ -62,6 +63,7 @@ class ScriptedModel:
     vocab_size: int = VOCAB_SIZE
     created: int = 1_700_000_000
     embedding: EmbeddingInfo | None = field(default_factory=lambda: EmbeddingInfo("mean", 4, (2,)))
+    windowed: WindowedLayers | None = None
 
 
 @dataclass

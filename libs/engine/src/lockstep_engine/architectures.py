@@ -19,7 +19,7 @@ three; the others are Lockstep's.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 USUAL_SPLIT_PLAN: Mapping[str, str] = {
@@ -77,8 +77,12 @@ class Architecture:
     configuration. None: modules give theirs to the attention function."""
     windowed: Literal["all", "chosen", "later"] | None = None
     """Which layers have the `sliding_window` of config.json, where `layer_types` does not say it: all; all if
-    `use_sliding_window` is set; then those from `max_window_layers` on. None: not known, or none of them. Only models
-    that have it in every layer give blocks back, so what is not said here costs memory and nothing else."""
+    `use_sliding_window` is set; then those from `max_window_layers` on. None: not known, or none of them. What is not
+    said here or in `turns` costs memory and nothing else."""
+    turns: int | None = None
+    """Layers with the `sliding_window` of config.json and layers without alternate: every so many-th has none, where
+    `layer_types` and `sliding_window_pattern` do not say it; 0: these alone say it. None: not known, or they do not
+    alternate."""
     is_limit_scaled: bool = False
     """Whether max_position_embeddings includes what rotary scaling adds to the context."""
     note: str = ""
@@ -98,22 +102,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "arcee": _PLAIN,
     "bloom": Architecture(split_plan=_FUSED_QKV, attention="interleaved", context_length=2048, note="ALiBi"),
     "cohere": Architecture(split_plan={"*.q_norm.weight": "heads", "*.k_norm.weight": "kv_heads"}),
-    "cohere2": _PLAIN,
-    "cwm": _PLAIN,
+    "cohere2": Architecture(turns=4),
+    "cwm": Architecture(turns=0),
     "deepseek_v2": Architecture(split_plan=_LATENT, attention="latent", note=_MLA),
     "deepseek_v3": Architecture(split_plan=_LATENT, attention="latent", note=_MLA),
     "dots1": _PLAIN,
     "ernie4_5": _PLAIN,
     "ernie4_5_moe": Architecture(spellings=((".gate.moe_statics.", ".moe_statics."),)),
-    "exaone4": _PLAIN,
-    "exaone_moe": Architecture(spellings=((".mlp.gate.e_score", ".mlp.e_score"),)),
+    "exaone4": Architecture(turns=4),
+    "exaone_moe": Architecture(spellings=((".mlp.gate.e_score", ".mlp.e_score"),), turns=4),
     "falcon": Architecture(
         split_plan=_FUSED_QKV, attention="interleaved", context_length=2048, note="old and new decoder, rotary or ALiBi"
     ),
     "flex_olmo": _WHOLE_NORM,
     "gemma": _PLAIN,
-    "gemma2": Architecture(note="soft caps, sliding window"),
-    "gemma3_text": Architecture(is_limit_scaled=True, note="sliding window"),
+    "gemma2": Architecture(turns=2, note="soft caps, sliding window"),
+    "gemma3_text": Architecture(turns=6, is_limit_scaled=True, note="sliding window"),
     "glm": Architecture(split_plan=_PACKED_MLP),
     "glm4": Architecture(split_plan=_PACKED_MLP),
     "glm4_moe": _PLAIN,
@@ -129,6 +133,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "*.mlp.experts.down_proj": "split_1",
             "*.mlp.experts.down_proj_bias": "first_rank",
         },
+        turns=2,
         note="attention sinks, sliding window; experts in MXFP4 too",
     ),
     "granite": _PLAIN,
@@ -152,7 +157,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "hyperclovax": _PLAIN,
     "jais2": _PLAIN,
     "llama": _PLAIN,
-    "mellum": _PLAIN,
+    "mellum": Architecture(turns=0),
     "minimax_m2": Architecture(split_plan=_HEAD_NORMS, spellings=(_BLOCK_SPARSE,)),
     "ministral": Architecture(windowed="all"),
     "mistral": Architecture(windowed="all", note="sliding window"),
@@ -161,7 +166,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "nemotron": _PLAIN,
     "olmo": _PLAIN,
     "olmo2": _WHOLE_NORM,
-    "olmo3": _WHOLE_NORM,
+    "olmo3": replace(_WHOLE_NORM, turns=4),
     "olmoe": _WHOLE_NORM,
     "opt": Architecture(
         split_plan={"*.self_attn.out_proj": "rowwise", "*.fc1": "colwise", "*.fc2": "rowwise"},
@@ -189,7 +194,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         }
     ),
     "starcoder2": Architecture(windowed="all", note="sliding window"),
-    "vaultgemma": _PLAIN,
+    "vaultgemma": Architecture(turns=2),
     "youtu": Architecture(split_plan=_LATENT, attention="latent", note=_MLA),
 }
 """The architectures by `model_type`. Each is tested against `transformers` (`tests/test_architectures.py`); others are

@@ -36,15 +36,23 @@ class _Group:
     sequences: int
     queries: int
     """Tokens of each sequence."""
-    index: torch.Tensor
-    """Their hot blocks, for `KvCache.gather`."""
+    hot_rows: NDArray[np.int32]
+    """[sequences, blocks]: ids of their hot blocks."""
     cold_index: torch.Tensor | None
     """Their cold blocks, for `KvCache.gather_cold`; None: none of their queries sees one."""
     key_positions: torch.Tensor
     """[keys]"""
     query_positions: torch.Tensor
     """[sequences, queries, 1]"""
+    indices: dict[int, torch.Tensor] = field(default_factory=dict)
     masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+
+    def index(self, cache: KvCache, layer: int) -> torch.Tensor:
+        """Their hot blocks, for `KvCache.gather`. Kept for the step, for layers with as many blocks."""
+        blocks = cache.layer(layer).keys.shape[1]
+        if blocks not in self.indices:
+            self.indices[blocks] = cache.block_index(self.hot_rows, layer)
+        return self.indices[blocks]
 
     def mask(self, per_head: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Added to the scores: [sequences, per_head * queries, keys], 0 where a query sees a key, else -inf. Kept
@@ -103,12 +111,13 @@ class TorchAttention(StepAttention):
         q = queries.reshape(kv_heads, per_head, group.sequences, group.queries, dim)
         q = q.permute(2, 0, 1, 3, 4).reshape(rows, per_head * group.queries, dim)
         mask = group.mask(per_head, scoring.window, q.dtype)
-        k, v = self._cache.gather(layer, group.index, rows)
+        k, v = self._cache.gather(layer, group.index(self._cache, layer), rows)
         if group.sequences > 1:
             mask = mask.repeat_interleave(kv_heads, 0) if kv_heads > 1 else mask
         scores = _scores(self._products(q, k), scoring, None)
         cold: _Cold | None = None
-        if group.cold_index is not None and self._cache.hot_window is not None:
+        has_cold = self._cache.layer(layer).cold is not None
+        if has_cold and group.cold_index is not None and self._cache.hot_window is not None:
             sees = group.sees_cold(per_head, self._cache.hot_window)
             sees = sees.repeat_interleave(kv_heads, 0) if group.sequences > 1 and kv_heads > 1 else sees
             cold = _Cold(sees, *self._cache.gather_cold(layer, group.cold_index, rows))
@@ -187,13 +196,13 @@ class TorchAttention(StepAttention):
             return rows
 
         rows = rows_of(tables)
-        has_cold = bool((rows >= self._cache.first_cold).any())
+        has_cold = self._cache.hot_window is not None and bool((rows >= self._cache.first_cold).any())
         positions = starts[members].astype(np.int64)[:, None, None] + np.arange(queries)[None, :, None]
         return _Group(
             tokens=tokens,
             sequences=len(members),
             queries=queries,
-            index=self._cache.block_index(rows_of(self._hot_tables)),
+            hot_rows=rows_of(self._hot_tables),
             cold_index=self._cache.cold_index(rows) if has_cold else None,
             key_positions=torch.arange(width * BLOCK_SIZE, device=device),
             query_positions=torch.from_numpy(positions).to(device),

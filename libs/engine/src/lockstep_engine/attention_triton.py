@@ -111,7 +111,7 @@ class TritonAttention(StepAttention):
 
     def _compute(self, layer: int, queries: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         cache = self._cache.layer(layer)
-        if len(self._moves):
+        if len(self._moves) and cache.cold is not None:
             triton_compress.compress(self._cache.cold_layers(layer), self._moves)
         heads, tokens, dim = queries.shape
         out = torch.empty(tokens, heads, cache.latent or dim, dtype=queries.dtype, device=queries.device)

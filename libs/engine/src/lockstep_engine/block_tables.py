@@ -52,6 +52,8 @@ class BlockTables:
         logs: note which blocks the two pools gain and lose, and the tier.
         shared: slots of host memory that the driver itself uses; None: it uses none.
         window: what a query sees at all; None: all blocks. It reaches further back than the hot window.
+        copies: cold blocks have the bits of the hot ones. Then a step's queries see all blocks hot that were hot before
+            the step, and cold ones are made after it.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class BlockTables:
         logs: tuple[PrefixLog, PrefixLog] | None = None,
         shared: SharedSlots | None = None,
         window: SlidingWindow | None = None,
+        *,
+        copies: bool = False,
     ) -> None:
         self._logs = logs or (PrefixLog(), PrefixLog())
         self.sizes = sizes
@@ -78,6 +82,7 @@ class BlockTables:
         """Blocks that have been compressed since the start."""
         self._hot_window = hot_window
         self._window = window
+        self._copies = copies
         self._first_cold = sizes.hot + 1
         self._rows = np.full((max_seqs, -(-context_length // BLOCK_SIZE)), _NONE, dtype=np.int32)
         self._has_shares = tenant_share < 1
@@ -440,7 +445,7 @@ class BlockTables:
         moves, late_moves = (
             np.array(list(each.items()), dtype=np.int32).reshape(-1, 2) for each in (self._moves, self._late_moves)
         )
-        self.compressed += len(moves) + len(late_moves)
+        self.compressed += 0 if self._copies else len(moves) + len(late_moves)
         self._moves, self._late_moves = {}, {}
         return moves, late_moves
 
@@ -480,7 +485,7 @@ class BlockTables:
             self._hot_window.first_hot(position // BLOCK_SIZE)
             for position in (sequence.computed, end - 1, self._next_query(sequence, end))
         )
-        return range(begin, now), range(now, late)
+        return (range(0), range(begin, late)) if self._copies else (range(begin, now), range(now, late))
 
     def _known_cold(self, sequence: Sequence, index: int) -> int | None:
         """The cold version of a sequence's block, if it exists or is made in this step."""

@@ -23,6 +23,7 @@ class CacheSizing:
         self._total_kv_heads = model.total_kv_heads
         # The compiled CPU kernel reads values by token, and those among keys lie by component.
         by_gpu = device.type != "cpu" or gpu.usable(device, dtype, model.head_dim, model.latent)
+        self._hot_layers = () if spec.model.windowed is None else spec.model.windowed.numbers
         self._geometry: dict[str, Any] = {
             "layers": model.layers,
             "kv_heads": model.kv_heads,
@@ -37,8 +38,9 @@ class CacheSizing:
             **self._geometry,
             blocks=blocks.hot,
             cold_blocks=blocks.cold,
-            hot_window=self._spec.config.hot_window,
+            hot_window=self._spec.compressed,
             compressed_layers=self._spec.config.kv_compressed_layers or None,
+            hot_layers=self._hot_layers,
             device=self._device,
         )
 
@@ -57,7 +59,9 @@ class CacheSizing:
         if unknown:
             raise invalid("kv_compressed_layers", f"names layer {unknown[0]}; the model has {layers}, counted from 0")
         memory = kv_memory_bytes(config, free_bytes, reserved_bytes)
-        cold = KvCache.cold_block_bytes(**self._geometry, compressed_layers=config.kv_compressed_layers or None)
+        compressed = () if self._spec.compressed is None else config.kv_compressed_layers or None
+        geometry = self._geometry | {"layers": layers - len(self._hot_layers)}
+        cold = KvCache.cold_block_bytes(**geometry, compressed_layers=compressed)
         sizes = KvCache.block_bytes(**self._geometry), cold
         pools = pool_sizes(self._spec, memory, *sizes)
         # Also on a GPU, whose sums have no shards: ranks without exact bits share with those of another tp as well.

@@ -21,7 +21,8 @@ by the ranks alone."""
 
 @dataclass(frozen=True)
 class HotWindow:
-    """The rule by which a query sees a full block of KV hot (in the model's dtype) or cold (compressed).
+    """The rule by which a query sees a full block of KV hot (in the model's dtype, of all layers) or cold (compressed;
+    of a model with `WindowedLayers`, a copy of the other layers if there is no compression).
 
     It depends on positions alone. Therefore a token has the same logits, to the bit, whether it is generated, computed
     as part of a prompt in chunks of any size, computed again after a preemption, or computed on another worker.
@@ -61,6 +62,20 @@ class SlidingWindow:
     def blocks_before(self) -> int:
         """Most blocks before its own that a query sees."""
         return -(-(self.tokens - 1) // BLOCK_SIZE)
+
+
+@dataclass(frozen=True)
+class WindowedLayers:
+    """The layers that have a window, in a model whose other layers have none. They have no cold blocks: the hot window
+    reaches back as far as theirs does, so that none of their queries sees a cold block.
+    """
+
+    window: SlidingWindow
+    """What their queries see."""
+    numbers: tuple[int, ...]
+    """Of these layers, ascending, counted from 0."""
+    total: int
+    """Layers of the model."""
 
 
 @dataclass(frozen=True)
@@ -220,3 +235,20 @@ class EngineConfig:
         if self.kv_compression == "immediate":
             return HotWindow(sink=0, size=0)
         return HotWindow(sink=1, size=-(-self.kv_hot_window // BLOCK_SIZE))
+
+    def hot_window_with(self, windowed: WindowedLayers | None) -> HotWindow | None:
+        """Which blocks the sequences of a model keep hot; None: all.
+
+        Args:
+            windowed: its layers with a window, if these have no cold blocks. Then the others have them also without
+                compression: as copies of the hot blocks, with the same bits.
+        """
+        rule = self.hot_window
+        if windowed is None:
+            return rule
+        before = windowed.window.blocks_before
+        return HotWindow(0, before) if rule is None else HotWindow(rule.sink, max(rule.size, before))
+
+    def compressed_with(self, windowed: WindowedLayers | None) -> HotWindow | None:
+        """Which blocks queries see compressed, by the same rule; None: no block."""
+        return None if self.hot_window is None else self.hot_window_with(windowed)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lockstep_engine.blocks import PoolSizes
-from lockstep_engine.config import EngineConfig
+from lockstep_engine.config import EngineConfig, HotWindow
 from lockstep_engine.model_config import ModelInfo
 
 MAX_CONTROL_BYTES = 64 * 1024
@@ -37,6 +37,16 @@ class RankSpec(msgspec.Struct, frozen=True):
     threads: int
     """CPU threads of this rank."""
     log_level: str = "info"
+
+    @property
+    def hot_window(self) -> HotWindow | None:
+        """Which blocks sequences keep hot; None: all."""
+        return self.config.hot_window_with(self.model.windowed)
+
+    @property
+    def compressed(self) -> HotWindow | None:
+        """Which blocks queries see compressed; None: no block."""
+        return self.config.compressed_with(self.model.windowed)
 
 
 class Loading(msgspec.Struct, tag=True):

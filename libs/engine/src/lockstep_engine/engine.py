@@ -89,8 +89,9 @@ class AsyncEngine:
             max_queue=config.max_queue,
             context_length=self.model.context_length,
             prefix_cache=config.prefix_cache,
-            hot_window=config.hot_window,
+            hot_window=config.hot_window_with(self.model.windowed),
             window=self.model.window,
+            copies=self.model.windowed is not None and config.hot_window is None,
             tenant_share=config.kv_tenant_share,
             mean_pooling=self.model.embedding is not None and self.model.embedding.pooling == "mean",
         )
@@ -106,7 +107,13 @@ class AsyncEngine:
             # With the name: models whose digests are equal by their samples of the weights have different ones.
             model = f"{self.model.name}/{self.model.digest}"
             self._remote = RemoteTier(
-                remote_store, config, model, self._scheduler, self._waits.prompt_s, self._on_remote
+                remote_store,
+                config,
+                model,
+                self._scheduler,
+                self._waits.prompt_s,
+                self._on_remote,
+                self.model.windowed,
             )
         self._masks = MaskThreads(self._on_masks_in_thread)
         self._pipeline = Pipeline(

@@ -68,7 +68,7 @@ class EngineStatus:
     collective_us: float
     """Mean time a step that rank 0 spends in collectives: transfer, and waiting for other ranks."""
     cold_blocks: int = 0
-    """Blocks of the cold pool, which holds compressed KV."""
+    """Blocks of the cold pool: compressed KV, or copies that lack the layers with a window (see `WindowedLayers`)."""
     compressed_blocks: int = 0
     """Blocks that have been compressed in this epoch."""
     host: HostUsage = field(default_factory=HostUsage)

@@ -235,7 +235,7 @@ class FusedLayer(nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         """hidden_states [1, tokens, hidden], changed in place; cosines and sines [1, tokens, head dim]."""
-        paged = self._step.take(self.parts.window)
+        paged = self._step.take(self.parts.number, self.parts.window)
         assert isinstance(paged, CompiledAttention)
         cosine, sine = position_embeddings
         own = torch.arange(hidden_states.shape[1])

@@ -14,7 +14,9 @@ from lockstep_engine.plain_layer import PlainLayer
 from lockstep_engine.quantized.coded import CodeForm
 
 
-def plain_calls(model: nn.Module, hidden_act: str, dtype: torch.dtype, *, exact: bool, compressed: bool) -> list[Call]:
+def plain_calls(
+    model: nn.Module, hidden_act: str, dtype: torch.dtype, *, exact: bool, compressed: bool, hot_alone: bool = False
+) -> list[Call]:
     """The launches of a rank's part of a model of the plain shape; none for others, whose kernels are few.
 
     Args:
@@ -23,6 +25,7 @@ def plain_calls(model: nn.Module, hidden_act: str, dtype: torch.dtype, *, exact:
         dtype: of its activations.
         exact: for the exact mode.
         compressed: whether the cache has cold blocks.
+        hot_alone: whether layers with a window have none.
     """
     if not GpuDecoder.fits(model, hidden_act):
         return []
@@ -45,7 +48,7 @@ def plain_calls(model: nn.Module, hidden_act: str, dtype: torch.dtype, *, exact:
             rotated=first.head_dim,
             head_norms=first.head_norms is not None,
             window=window,
-            compressed=compressed,
+            compressed=compressed and not (window and hot_alone),
         )
         found += launches.exact_calls(shape, plain) if exact else launches.calls(shape)
     found[:0] = launches.coded_calls(coded, dtype)

@@ -25,15 +25,28 @@ class HostView:
     places: tuple[tuple[tuple[int, int], ...], ...]
     """Of each part: the ranks that have it, and which one of their units it is."""
     forms: tuple[BlockForm, BlockForm]
-    """Of a part of an uncompressed block, and of a compressed one."""
+    """Of a part of a hot block, and of a cold one."""
     slot_bytes: int
 
     @classmethod
-    def of(cls, ranks: Sequence[Ready], sizes: HostSizes, memories: Sequence[memoryview]) -> "HostView":
-        """The view of ranks that have said what their KV cache is like."""
+    def of(
+        cls,
+        ranks: Sequence[Ready],
+        sizes: HostSizes,
+        memories: Sequence[memoryview],
+        *,
+        hot_layers: int = 0,
+        copies: bool = False,
+    ) -> "HostView":
+        """The view of ranks that have said what their KV cache is like. `hot_layers`: how many layers have no cold
+        blocks; `copies`: those of the others have the bits of the hot ones.
+        """
         first, units = ranks[0], sizes.units
         width = first.kv_heads // units
-        shape = (1 if first.latent else 2, first.layers, width, BLOCK_SIZE, first.head_dim)
+        hot, cold = (
+            (1 if first.latent else 2, layers, width, BLOCK_SIZE, first.head_dim)
+            for layers in (first.layers, first.layers - hot_layers)
+        )
         hot_bytes = sizes.hot_bytes or sizes.hot_slots * sizes.slot_bytes
         places: dict[HeadRange, list[tuple[int, int]]] = {}
         for rank, each in enumerate(ranks):
@@ -44,8 +57,8 @@ class HostView:
             tuple(places),
             tuple(map(tuple, places.values())),
             (
-                BlockForm(first.dtype, shape, hot_bytes // units),
-                BlockForm(f"{first.dtype}_e4m3", shape, sizes.slot_bytes // units),
+                BlockForm(first.dtype, hot, hot_bytes // units),
+                BlockForm(first.dtype if copies else f"{first.dtype}_e4m3", cold, sizes.slot_bytes // units),
             ),
             sizes.slot_bytes,
         )

@@ -96,8 +96,9 @@ def _made(cache: KvCache, layout: StepLayout) -> float | None:
         return None
     moves = torch.from_numpy(layout.moves.astype(np.int64)).to(cache.keys.device)
     largest = 0.0
-    for number in range(len(cache.keys)):
-        layer = cache.layer(number)
+    for layer in cache.layers:
+        if layer.cold is None:
+            continue
         ours = _values(layer, moves[:, 1])
         layer_cache.compress(layer, moves)
         for one, other in zip(ours, _values(layer, moves[:, 1]), strict=True):

@@ -105,7 +105,7 @@ def largest_plan(spec: RankSpec) -> Plan:
     scored as in any step. Block tables are for a cache of `SMALLEST_POOLS`.
     """
     config, context, vocabulary = spec.config, spec.model.context_length, spec.model.vocab_size
-    count, hot_window = config.max_seqs, config.hot_window
+    count, hot_window = config.max_seqs, spec.compressed
     more = config.step_tokens - count - np.arange(count) * (context - 1)
     lengths = (1 + np.clip(more, 0, context - 1)).astype(np.int32)
     starts = (context - lengths).astype(np.int32)

@@ -14,7 +14,7 @@ from typing import Any
 from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_engine.architectures import ARCHITECTURES, REFUSED
-from lockstep_engine.config import EngineConfig, SlidingWindow
+from lockstep_engine.config import BLOCK_SIZE, EngineConfig, SlidingWindow, WindowedLayers
 from lockstep_engine.embedding_config import EmbeddingInfo, inspect_embedding
 from lockstep_engine.quantized import Scheme, read_scheme
 
@@ -40,6 +40,12 @@ SETTLED_ROPE = frozenset({"longrope", "dynamic"})
 that is served, because a request's result must not depend on other requests."""
 _OLDER_LONGROPE = frozenset({"su", "yarn"})
 """What Phi-3's configurations called longrope at first; `transformers` still reads these names so."""
+
+
+_LEAST_CONTEXT = 8
+"""Layers with a window give back what lies before it if the context is at least so many windows long. The hot pool has
+room for windows of all layers, in the model's dtype, which other sequences cannot have: for shorter contexts that would
+take more than it saves, the more so where else all blocks would be compressed."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,9 @@ class ModelInfo:
     """The window that every layer has, so that sequences need not keep the KV before it. None: a layer sees more, or
     there is nothing to gain: the window holds the whole context, or is not larger than that of blocks that are not
     compressed."""
+    windowed: WindowedLayers | None = None
+    """The layers with a window, if others have none, so that sequences need not keep these layers' KV before it. None:
+    there are none, or too little is gained: the window is more than an eighth of the context."""
 
 
 def refuse(sentence: str) -> LockstepError:
@@ -119,10 +128,11 @@ def inspect_model(config: EngineConfig) -> ModelInfo:
     added_end = end_id if end_id is not None and end_id < vocab_size and end_id not in eos_ids else None
     hidden_size = _positive(path, settings, "hidden_size")
     embedding = inspect_embedding(config.embeddings, path, settings, hidden_size)
+    windowed = _windowed_layers(settings, config, context_length)
     return ModelInfo(
         path=path,
         name=config.name or path.resolve().name,
-        digest=_digest(path, files, config, embedding, _settled_context(settings, context_length), added_end),
+        digest=_digest(path, files, config, windowed, embedding, _settled_context(settings, context_length), added_end),
         architecture=architecture,
         model_type=model_type,
         dtype=str(settings.get("dtype") or settings.get("torch_dtype") or _most_common(stored)),
@@ -135,6 +145,7 @@ def inspect_model(config: EngineConfig) -> ModelInfo:
         embedding=embedding,
         quantization=quantization,
         window=_window(settings, config, context_length),
+        windowed=windowed,
     )
 
 
@@ -227,6 +238,41 @@ def _window(settings: dict[str, Any], config: EngineConfig, context_length: int)
     window = SlidingWindow(tokens)
     is_larger = config.hot_window is None or window.blocks_before > config.hot_window.size
     return window if is_larger else None
+
+
+def _windowed_layers(settings: dict[str, Any], config: EngineConfig, context_length: int) -> WindowedLayers | None:
+    """See `ModelInfo.windowed`. What is not said clearly counts as none: ranks refuse a layer that sees more."""
+    tokens, total = settings.get("sliding_window"), settings.get("num_hidden_layers")
+    if config.kv_compression not in ("none", "lazy") or not isinstance(tokens, int) or not isinstance(total, int):
+        return None
+    numbers = tuple(number for number, kind in enumerate(_layer_kinds(settings, total)) if kind == "sliding_attention")
+    window = SlidingWindow(tokens)
+    if (
+        not 0 < len(numbers) < total
+        or tokens < 1
+        or context_length < _LEAST_CONTEXT * window.blocks_before * BLOCK_SIZE
+    ):
+        return None
+    return WindowedLayers(window, numbers, total)
+
+
+def _layer_kinds(settings: dict[str, Any], total: int) -> list[str]:
+    """What each layer is called in `layer_types`; empty: not known."""
+    architecture, kinds = ARCHITECTURES[settings["model_type"]], settings.get("layer_types")
+    if architecture.turns is None:
+        # Qwen's configuration ignores its window unless it is chosen.
+        if architecture.windowed != "later" or settings.get("use_sliding_window") is not True:
+            return []
+        turns, first = 0, settings.get("max_window_layers")
+    else:
+        turns, first = settings.get("sliding_window_pattern", architecture.turns), None
+    if isinstance(kinds, list):
+        return kinds if len(kinds) == total else []
+    if isinstance(first, int):
+        return ["full_attention" if each < first else "sliding_attention" for each in range(total)]
+    if not isinstance(turns, int) or turns < 1:
+        return []
+    return ["sliding_attention" if (each + 1) % turns else "full_attention" for each in range(total)]
 
 
 def _settled_context(settings: dict[str, Any], context_length: int) -> int | None:
@@ -359,6 +405,7 @@ def _digest(
     path: Path,
     files: tuple[str, ...],
     config: EngineConfig,
+    windowed: WindowedLayers | None,
     embedding: EmbeddingInfo | None,
     settled_context: int | None,
     added_end: int | None,
@@ -367,7 +414,10 @@ def _digest(
     weights would take minutes. Weights that differ only between the samples have equal digests; give a fine-tuned model
     its own name.
     """
-    digest = hashlib.sha256(f"{config.hot_window} {sorted(config.kv_compressed_layers)}".encode())
+    compressed = config.compressed_with(windowed)
+    digest = hashlib.sha256(f"{compressed} {sorted(config.kv_compressed_layers)}".encode())
+    if windowed is not None and compressed is not None:  # copies have the same bits
+        digest.update(f"hot layers {windowed.numbers}".encode())
     if embedding is not None:
         digest.update(embedding.pooling.encode())
     if settled_context is not None:

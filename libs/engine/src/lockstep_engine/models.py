@@ -222,7 +222,7 @@ def paged_attention(
     window = step.window_of(module) if sliding_window is None else sliding_window
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scoring = Scoring(scale, window, softcap, sinks=s_aux)
-    out = step.take(window).attend(module.layer_idx, query[0], key[0], value[0], scoring)
+    out = step.take(module.layer_idx, window).attend(module.layer_idx, query[0], key[0], value[0], scoring)
     return out.unsqueeze(0), None
 
 
@@ -271,10 +271,15 @@ def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype, *, shar
             _settle_frequencies(module, info.context_length)
         if rope_type is not None:
             _settle_magnitude(module, info.context_length)
-    step = CurrentStep(window=architecture.window, widest=None if info.window is None else info.window.tokens)
+    widest = {}
+    if info.windowed is not None:
+        widest = dict.fromkeys(info.windowed.numbers, info.windowed.window.tokens)
+    elif info.window is not None:
+        widest = dict.fromkeys(range(int(text.num_hidden_layers)), info.window.tokens)
+    step = CurrentStep(window=architecture.window, widest=widest)
     prepare_attention(model, step, architecture.attention, splitter.heads, info.context_length, dtype)
-    for window in plain_windows(model):  # whole models of such layers are computed without `step`
-        step.check_window(window)
+    for layer, window in plain_windows(model).items():  # whole models of such layers are computed without `step`
+        step.check_window(layer, window)
     return BuiltModel(
         module=model,
         layers=int(text.num_hidden_layers),

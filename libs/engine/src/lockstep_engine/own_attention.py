@@ -4,8 +4,8 @@ They use the modules' own projections and norms.
 """
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, Literal
 
@@ -25,8 +25,9 @@ class CurrentStep:
     attention: StepAttention | None = None
     window: Literal["module", "config"] | None = None
     """As in `Architecture`."""
-    widest: int | None = None
-    """The largest window that a layer may have, because what lies before it is not kept; None: it may have any."""
+    widest: Mapping[int, int] = field(default_factory=dict)
+    """The largest window that a layer may have, by its number, because what lies before it is not kept; others may have
+    any, or none."""
     calls: int = 0
     """Layers that have taken the step's attention."""
 
@@ -41,21 +42,22 @@ class CurrentStep:
         window: int | None = getattr(module if self.window == "module" else module.config, "sliding_window", None)
         return window
 
-    def take(self, window: int | None = None) -> StepAttention:
-        """The step's attention, for one more layer, which has this window."""
+    def take(self, layer: int, window: int | None = None) -> StepAttention:
+        """The step's attention, for one more layer, which has this number and window."""
         assert self.attention is not None
-        self.check_window(window)
+        self.check_window(layer, window)
         self.calls += 1
         return self.attention
 
-    def check_window(self, window: int | None) -> None:
+    def check_window(self, layer: int, window: int | None) -> None:
         """Check the window of a layer; None: it has none.
 
         Raises:
             LockstepError: INVALID_REQUEST: the layer would see blocks that are not kept.
         """
-        if self.widest is not None and (window is None or window > self.widest):
-            raise refuse(f"a layer of the model sees {window or 'all'} last tokens; by config.json it is {self.widest}")
+        widest = self.widest.get(layer)
+        if widest is not None and (window is None or window > widest):
+            raise refuse(f"a layer of the model sees {window or 'all'} last tokens; by config.json it is {widest}")
 
 
 class KeyBias:
@@ -99,7 +101,9 @@ def interleaved_attention(
     else:
         bias = self.key_bias.on(queries.device)
     scale = self.head_dim**-0.5
-    out = self.current_step.take().attend(self.layer_idx, queries, keys, values, Scoring(scale, bias=bias))
+    out = self.current_step.take(self.layer_idx).attend(
+        self.layer_idx, queries, keys, values, Scoring(scale, bias=bias)
+    )
     projected: torch.Tensor = self.dense(out.reshape(1, tokens, -1))
     return projected if residual is None else projected + residual, None
 
@@ -123,7 +127,8 @@ def latent_attention(
     expansion: HeadExpansion = self.kv_b_proj
     latent_queries = torch.cat([expansion.absorb(plain[0]), rotary[0]], dim=-1)
     cached = torch.cat([self.kv_a_layernorm(latent), key[:, 0]], dim=-1)
-    out = self.current_step.take().attend(self.layer_idx, latent_queries, cached, cached, Scoring(self.scaling))
+    step = self.current_step.take(self.layer_idx)
+    out = step.attend(self.layer_idx, latent_queries, cached, cached, Scoring(self.scaling))
     sums = expansion.expand(out[..., : self.kv_lora_rank].transpose(0, 1))
     projected: torch.Tensor = self.o_proj(sums.transpose(0, 1).reshape(1, tokens, -1))
     return projected, None

@@ -96,9 +96,10 @@ def _window(attention: Any) -> int | None:
     return given
 
 
-def plain_windows(model: nn.Module) -> list[int | None]:
-    """The windows of a model's layers of the plain families."""
-    return [_window(each.self_attn) for each in model.modules() if type(each).__name__ in _LAYERS]
+def plain_windows(model: nn.Module) -> dict[int, int | None]:
+    """The windows of a model's layers of the plain families, by their numbers."""
+    attentions: list[Any] = [each.self_attn for each in model.modules() if type(each).__name__ in _LAYERS]
+    return {each.layer_idx: _window(each) for each in attentions}
 
 
 def is_plain_model(model: nn.Module, plain_layers: Sequence[object]) -> bool:

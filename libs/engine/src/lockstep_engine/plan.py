@@ -192,11 +192,14 @@ def message_sizes(spec: RankSpec) -> tuple[int, int]:
     """Most bytes of an encoded plan, and of an encoded result."""
     config, context_length = spec.config, spec.model.context_length
     tables = 4 * config.max_seqs * -(-context_length // BLOCK_SIZE)
-    if config.hot_window is not None:  # also hot tables, and a move for each block in them and in the step
-        tables = 2 * tables + 8 * config.max_seqs * (config.hot_window.size + 2) + config.step_tokens
-    if config.host_cache_bytes:  # each block of the largest pools may be both spilled and loaded, in up to 4 slots
-        hot = 0 if config.hot_window is None else hot_pool_blocks(config, config.hot_window)
-        tables += 2 * 5 * 4 * (hot + config.max_seqs * -(-context_length // BLOCK_SIZE))
+    hot_window, windowed = spec.hot_window, spec.model.windowed
+    if hot_window is not None:  # also hot tables, and a move for each block in them and in the step
+        tables = 2 * tables + 8 * config.max_seqs * (hot_window.size + 2) + config.step_tokens
+    if config.host_cache_bytes:  # each block of the largest pools may be both spilled and loaded
+        hot = 0 if hot_window is None else hot_pool_blocks(config, hot_window)
+        # Slots of a block: four times the bytes of a cold one, in as many layers, or in more.
+        slots = 4 if windowed is None else -(-4 * windowed.total // (windowed.total - len(windowed.numbers)))
+        tables += 2 * (1 + slots) * 4 * (hot + config.max_seqs * -(-context_length // BLOCK_SIZE))
     # A request that gets a sampling row brings the tokens that penalties need (at most 9 bytes for each id of prompt
     # and output) and its bias.
     added = config.max_seqs * (18 * context_length + 32 * 1024)

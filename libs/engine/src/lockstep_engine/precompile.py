@@ -109,7 +109,10 @@ def _calls(task: Task) -> Iterator["launches.Call"]:  # type: ignore[name-define
     for widths in task.models:
         for heads, kv_heads, inner in model_list.splits(widths, task.tps):
             for dtype in task.dtypes:
-                for compressed, window in itertools.product(task.compressed, widths.windows):
+                forms = dict.fromkeys(itertools.product(task.compressed, widths.windows))
+                if len(widths.windows) > 1:  # layers with a window may have no cold blocks where others have them
+                    forms[False, True] = None
+                for compressed, window in forms:
                     shape = launches.ModelShape(
                         heads=heads,
                         kv_heads=kv_heads,

@@ -378,8 +378,9 @@ class Rank:
             gpu.try_attention(
                 *form[:3],
                 per_head,
-                compressed=self._spec.config.hot_window is not None,
+                compressed=self._spec.compressed is not None,
                 windowed=bool(getattr(text, "sliding_window", None)),
+                hot_alone=self._spec.model.windowed is not None,
                 exact=self._deterministic,
                 latent=self.model.latent,
             )
@@ -429,13 +430,14 @@ class Rank:
         """Begin to build the GPU's kernels; none if they cannot serve."""
         if gpu.problem(*self._form) is not None:
             return []
-        model, compressed = self.model, self._spec.config.hot_window is not None
+        model, compressed = self.model, self._spec.compressed is not None
         form = model.module, model.hidden_act, self._dtype
         try:
             from lockstep_engine.gpu_calls import plain_calls  # noqa: PLC0415 - it builds on Triton
 
             prebuilt.activate()
-            calls = plain_calls(*form, exact=self._deterministic, compressed=compressed)
+            hot_alone = self._spec.model.windowed is not None
+            calls = plain_calls(*form, exact=self._deterministic, compressed=compressed, hot_alone=hot_alone)
             return [Ahead(calls, self._device, self._spec.threads)]
         except Exception as error:  # of Triton; `_by_kernels` meets it again, and decides
             logger.debug("kernels are not built ahead: %s", type(error).__name__)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from lockstep_engine.blocks import BlockKey
-from lockstep_engine.config import BLOCK_SIZE, EngineConfig
+from lockstep_engine.config import BLOCK_SIZE, EngineConfig, WindowedLayers
 from lockstep_engine.control import Ready
 
 _SCHEMA = "lockstep-kv-block-1"
@@ -19,7 +19,14 @@ _SCHEMA = "lockstep-kv-block-1"
 _VERSIONS = {False: b"uncompressed", True: b"compressed"}
 
 
-def seed(config: EngineConfig, model_digest: str, ready: Ready, tenant: str, adapter: str = "") -> bytes:
+def seed(
+    config: EngineConfig,
+    model_digest: str,
+    ready: Ready,
+    tenant: str,
+    adapter: str = "",
+    windowed: WindowedLayers | None = None,
+) -> bytes:
     """The beginning of the chain of a tenant's texts.
 
     Args:
@@ -29,9 +36,10 @@ def seed(config: EngineConfig, model_digest: str, ready: Ready, tenant: str, ada
             of the same worker; then the kind of device stands for it.
         tenant: the salt: equal texts of two tenants have no name in common.
         adapter: names weights that are added to the model's; empty: none.
+        windowed: layers whose contents cold blocks do not have, and which come last in hot ones.
     """
     exact = ready.fingerprint if ready.deterministic else ""
-    window = config.hot_window
+    window = config.hot_window_with(windowed)
     parts = (
         f"{_SCHEMA}-latent" if ready.latent else _SCHEMA,
         model_digest,
@@ -43,7 +51,8 @@ def seed(config: EngineConfig, model_digest: str, ready: Ready, tenant: str, ada
         adapter,
         tenant.encode("utf-8", "surrogatepass"),
     )
-    return hashlib.sha256(msgspec.msgpack.encode(parts)).digest()
+    layers = () if windowed is None else (windowed.numbers, config.hot_window is None)
+    return hashlib.sha256(msgspec.msgpack.encode((*parts, *layers))).digest()
 
 
 def chain(begin: bytes, keys: Iterable[BlockKey]) -> Iterator[bytes]:

@@ -18,7 +18,7 @@ from functools import partial
 
 from lockstep_engine import remote_keys
 from lockstep_engine.blocks import BlockKey, HostSizes
-from lockstep_engine.config import BLOCK_SIZE, EngineConfig
+from lockstep_engine.config import BLOCK_SIZE, EngineConfig, WindowedLayers
 from lockstep_engine.control import Ready
 from lockstep_engine.host_view import HostView
 from lockstep_engine.remote_store import RemoteStore
@@ -146,7 +146,7 @@ class RemoteTier:
 
     Args:
         store: the store.
-        config, model_digest: part of the names of blocks.
+        config, model_digest, windowed: part of the names of blocks.
         scheduler: has the requests and the other tiers.
         recompute_s: estimates the seconds until so many tokens of a further prompt would be computed.
         on_change: called when the scheduler may plan something: a request need not wait any more, or there are blocks
@@ -161,9 +161,12 @@ class RemoteTier:
         scheduler: Scheduler,
         recompute_s: Callable[[int], float],
         on_change: Callable[[], None],
+        windowed: WindowedLayers | None = None,
     ) -> None:
         self._store = store
         self._config = config
+        self._windowed = windowed
+        self._hot_window = config.hot_window_with(windowed)
         self._model_digest = model_digest
         self._scheduler = scheduler
         self.recompute_s = recompute_s
@@ -202,11 +205,15 @@ class RemoteTier:
             if tenant not in seeds:
                 if len(seeds) >= 1024:
                     seeds.clear()
-                seeds[tenant] = remote_keys.seed(self._config, self._model_digest, ready, tenant)
+                seeds[tenant] = remote_keys.seed(
+                    self._config, self._model_digest, ready, tenant, windowed=self._windowed
+                )
             return seeds[tenant]
 
-        view = HostView.of(ranks, sizes, memories)
-        writer = RemoteWriter(self._store, self._scheduler, view, self._config.hot_window, seed, self._on_change)
+        hot_layers = 0 if self._windowed is None else len(self._windowed.numbers)
+        copies = self._windowed is not None and self._config.hot_window is None
+        view = HostView.of(ranks, sizes, memories, hot_layers=hot_layers, copies=copies)
+        writer = RemoteWriter(self._store, self._scheduler, view, self._hot_window, seed, self._on_change)
         self._epoch = _Epoch(view, seed, writer)
 
     def close(self) -> None:
@@ -336,7 +343,7 @@ class RemoteTier:
 
     async def _fetch(self, epoch: _Epoch, tenant: str, keys: list[BlockKey]) -> None:
         links = list(remote_keys.chain(epoch.seed(tenant), keys))
-        hot_window, end = self._config.hot_window, len(keys)
+        hot_window, end = self._hot_window, len(keys)
         parts, seen = self._scheduler.blocks.parts(end), self._scheduler.blocks.first_seen(end * BLOCK_SIZE)
         cold, ahead, hot_bytes = hot_window is not None, 0, 0
         if hot_window is not None:

@@ -290,6 +290,7 @@ class Scheduler:
             self._prefix_logs,
             self.slots,
             limits.window,
+            copies=limits.copies,
         )
         self._chooser = StepChooser(limits, self.sequences, self.blocks)
 

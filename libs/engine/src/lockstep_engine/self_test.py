@@ -99,6 +99,8 @@ class SelfTest:
         """Run the self-test. It also warms up what is allocated or selected at first use."""
         cache, hot_window, config = self._cache, self._cache.hot_window, self._spec.config
         description = f"{self._dtype} {hot_window} {sorted(config.kv_compressed_layers)}"
+        if hot_window is not None and cache.hot_layers:
+            description += f" hot layers {cache.hot_layers}"
         if self._device.type == "cuda":
             # A short text does not show whether another GPU's products, or another compiler's, agree on every input.
             architecture = torch.cuda.get_device_capability(self._device)

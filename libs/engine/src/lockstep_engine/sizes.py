@@ -42,7 +42,7 @@ def canary_tokens(spec: RankSpec, *, exact_gpu: bool = False) -> int:
     """Length of the self-test's text: it crosses the end of a block, and of the hot window unless that is very large.
     It does not depend on how much a step may hold, so that workers with other limits get the same fingerprint.
     """
-    hot_blocks = spec.config.hot_window.blocks if spec.config.hot_window is not None else 1
+    hot_blocks = spec.compressed.blocks if spec.compressed is not None else 1
     wanted = max(hot_blocks * BLOCK_SIZE + 24, _EXACT_CANARY_TOKENS if exact_gpu else 0)
     return max(2, min(spec.model.context_length, _CANARY_TOKENS, wanted))
 
@@ -82,11 +82,11 @@ def hot_pool_blocks(config: EngineConfig, hot_window: HotWindow) -> int:
 def pool_sizes(spec: RankSpec, memory: int, block_bytes: int, cold_block_bytes: int) -> PoolSizes:
     """How many blocks of each pool a rank should have: no more than `memory` bytes hold, and no more than it can use.
 
-    With compression, the hot pool has what `hot_pool_blocks` says; the rest of the memory is for contexts. If there is
+    With a hot window, the hot pool has what `hot_pool_blocks` says; the rest of the memory is for contexts. If there is
     too little, the hot pool gets half of it, or more if long contexts need it, or less if else not even one fits. Where
     sequences drop what lies before the model's window, the rest of what whole contexts would take is for cached texts.
     """
-    blocks, hot_window, window = -(-spec.model.context_length // BLOCK_SIZE), spec.config.hot_window, spec.model.window
+    blocks, hot_window, window = -(-spec.model.context_length // BLOCK_SIZE), spec.hot_window, spec.model.window
     if hot_window is None or hot_window.blocks >= blocks:
         return PoolSizes(min(memory // block_bytes, spec.config.max_seqs * blocks))
     cold_each = blocks - hot_window.blocks

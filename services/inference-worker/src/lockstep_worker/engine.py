@@ -14,6 +14,7 @@ from lockstep_engine import (
     RankTimes,
     Request,
 )
+from lockstep_engine.config import WindowedLayers
 from lockstep_engine.remote_store import RemoteStore
 
 OnOutputs = Callable[[int, list[Output]], None]
@@ -50,6 +51,8 @@ class ModelLike(Protocol):
     def created(self) -> int: ...  # noqa: D102
     @property
     def embedding(self) -> EmbeddingInfo | None: ...  # noqa: D102
+    @property
+    def windowed(self) -> WindowedLayers | None: ...  # noqa: D102
 
 
 class EngineLike(Protocol):

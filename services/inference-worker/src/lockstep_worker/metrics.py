@@ -162,8 +162,8 @@ REMOTE_BREAKER = Gauge(
 )
 KV_BLOCKS = Gauge(
     "lockstep_worker_kv_blocks",
-    "KV blocks by tier, `hot` in the model's precision or `cold` in eight bits, and use, `used` by running requests or "
-    "`free`: empty, or cached for prefixes",
+    "KV blocks by tier, `hot` in the model's precision or `cold` (in eight bits, or without the layers that have a "
+    "sliding window, or both), and use, `used` by running requests or `free`: empty, or cached for prefixes",
     ["tier", "use"],
     registry=REGISTRY,
 )

@@ -82,9 +82,8 @@ class Worker:
         self._meter = metrics.StatusMeter(self.engine.model.name)
         self._paces = RankPaces()
         metrics.VLLM_NAMES.model = self.engine.model.name if settings.vllm_metric_names else ""
-        self._prefixes = PrefixReporter(
-            self.engine, settings.prefix_report_bytes_per_s, settings.engine_config().hot_window
-        )
+        hot_window = settings.engine_config().hot_window_with(self.engine.model.windowed)
+        self._prefixes = PrefixReporter(self.engine, settings.prefix_report_bytes_per_s, hot_window)
         status = self.engine.status()
         self._history = RankHistory(status, notify)
         self._state = status.state

@@ -17,7 +17,7 @@ int omp_get_thread_num(void);
 int omp_get_num_threads(void);
 
 /* Raised with every change of a signature or layout, so that the caller can refuse a stale build. */
-const int lockstep_cpu_version = 17;
+const int lockstep_cpu_version = 18;
 
 #define BLOCK 16
 #define LANES 16 /* partial sums of a reduction, in every build */
@@ -58,7 +58,7 @@ enum kind { FLOAT32, BFLOAT16, FLOAT16, E4M3, PAIRS, INT8, INT8_PER_127, INT8_OF
 
 /* One layer's keys and values (kv_cache.py describes the layout): hot [kv_heads, blocks, dim, BLOCK] and [kv_heads, blocks, BLOCK, dim]
  * in `kind`; cold of the same shapes with `cold_blocks`, as bytes with a scale [kv_heads, cold_blocks, BLOCK] for each token, or in
- * `kind` where the scales are null. */
+ * `kind` where the scales are null. cold_keys null: it has no cold blocks, and its queries see none. */
 struct layer {
     void *keys, *values, *cold_keys, *cold_values;
     float *key_scales, *value_scales;
@@ -365,7 +365,7 @@ void lockstep_compress(const struct layer *l, const int32_t *moves, int64_t coun
 /* Make the cold blocks that the step needs, then compute attention. scratch: `size` floats for each thread, see attention_scratch of
  * cpu.py. */
 void lockstep_attention(const struct attention *a, const struct layer *l, float *scratch, int64_t size, int threads) {
-    if (a->move_count) lockstep_compress(l, a->moves, a->move_count, threads);
+    if (a->move_count && l->cold_keys) lockstep_compress(l, a->moves, a->move_count, threads);
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
     for (int slice = 0; slice < threads; slice++) chosen.attend(a, l, scratch + size * slice, slice, INT64_MAX, threads);
 }
@@ -600,7 +600,8 @@ static void attention_half(const struct plain_step *s, const struct plain_layer 
         lockstep_store(cache, k, k + r.kv_heads * dim, dim, width, dim, width, s->cells + rows.begin, r.tokens);
     });
     struct attention a = *s->attention;
-    PHASE(w, a.move_count * cache->kv_heads, 1, some, chosen.compress(cache, a.moves, some.begin, some.end));
+    int64_t moved = cache->cold_keys ? a.move_count * cache->kv_heads : 0;
+    PHASE(w, moved, 1, some, chosen.compress(cache, a.moves, some.begin, some.end));
     a.out = s->inner;
     a.q = s->wide;
     a.q_head_stride = dim;

@@ -28,7 +28,7 @@ from lockstep_engine.kernels.cpu_structs import (
 )
 from lockstep_engine.quantized.coded import pack
 
-_VERSION = 17
+_VERSION = 18
 _PANEL = 32
 _MAX_PANELS, _MAX_ROWS = 4, 12
 """Most panels that a product takes together in any build, and most rows for which it takes several."""

@@ -397,7 +397,7 @@ INLINE void NAME(attend_run)(const struct attention *a, const struct layer *l, f
     for (int64_t begin = token; token < end; token++) {
         int64_t last = a->positions[token];
         int64_t first = a->window && last >= a->window ? last - a->window + 1 : 0;
-        at.cold_end = a->hot_blocks_before < 0 ? 0 : last / BLOCK - a->hot_blocks_before;
+        at.cold_end = a->hot_blocks_before < 0 || !l->cold_keys ? 0 : last / BLOCK - a->hot_blocks_before;
         for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
             struct NAME(scoring) how = {a->scale, a->soft_cap, a->bias ? a->bias + head * a->bias_width : 0,
                                         a->sinks ? a->sinks + head : 0};

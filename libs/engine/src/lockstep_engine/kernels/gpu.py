@@ -89,6 +89,7 @@ def try_attention(
     *,
     compressed: bool,
     windowed: bool = False,
+    hot_alone: bool = False,
     exact: bool = False,
     latent: int = 0,
 ) -> None:
@@ -102,6 +103,7 @@ def try_attention(
         per_head: query heads of one key/value head.
         compressed: whether the cache has cold blocks.
         windowed: whether some layers see a window of keys only.
+        hot_alone: whether these have no cold blocks.
         exact: whether the exact mode's kernels will serve.
         latent: as in `KvCache`.
     """
@@ -112,7 +114,8 @@ def try_attention(
         prebuilt.activate()
         launches = importlib.import_module("lockstep_engine.kernels.launches")  # loads Triton
         for window in (False, True) if windowed else (False,):
-            form = {"compressed": compressed, "window": window, "exact": exact, "latent": latent}
+            is_compressed = compressed and not (window and hot_alone)
+            form = {"compressed": is_compressed, "window": window, "exact": exact, "latent": latent}
             for call in launches.attention_calls(per_head, head_dim, dtype, **form):
                 kernel = call.kernel
                 call.launch(device)
