@@ -16,6 +16,7 @@ from lockstep_engine.kernels.triton_attention import Paged, Tiles
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.scoring import Scoring
 from texts import Texts, assert_all_close, assert_same_bits, by_torch, by_torchs_products, dense
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton_device import DEVICE, GPU, NEEDS_GPU
 
 LAZY = HotWindow(sink=1, size=2)
@@ -172,6 +173,34 @@ def test_rows_that_only_fill_a_step_up_see_nothing_and_are_zero():
     for splits in (1, 2):
         for mode in (False, True):
             torch.testing.assert_close(step.run(splits=splits, exact=mode), expected, atol=1e-5, rtol=1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most bytes of a new tensor in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.empty.memory_format and made.dtype is torch.float32:
+            self.bytes = max(self.bytes, made.nbytes)
+        return made
+
+
+def test_partial_results_of_many_segments_are_made_in_turns(monkeypatch):
+    monkeypatch.setattr(triton_exact_attention, "SEGMENT", 32)
+    step = decode([130, 1, 33, 16, 70, 20], hot_window=LAZY)
+    step.paged.starts[4] = -1  # a padding row in the second turn
+    at_once = step.run(splits=2, exact=True)
+    segments = -(-step.paged.tables.shape[1] * BLOCK_SIZE // 32)
+    of_a_tile = 4 * segments * 32 * 4
+    monkeypatch.setattr(triton_latent, "PARTIAL_BYTES", 5 * of_a_tile)
+    with Largest() as largest:
+        in_turns = step.run(splits=2, exact=True)
+    assert_same_bits([in_turns], [at_once])
+    assert largest.bytes == 4 * of_a_tile
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ follows from the sequence and the number of programs. In a segment cold blocks c
 Nothing outside a sequence's tokens counts, so unused cells may hold anything.
 """
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -37,6 +39,12 @@ _BLOCK = tl.constexpr(BLOCK_SIZE)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _OF_A_PROMPT = 2**10
 """More rows than a program can have."""
+PARTIAL_BYTES = 2**28
+"""Most memory of partial results in the exact mode, where four tiles take no more. They are as many as the segments of
+the longest context: with 163,840 tokens and 16 heads of DeepSeek-V3 a tile has 10 MiB. The largest step, whose memory
+is measured at the start, may have too many sequences to split their keys, and then has none of them."""
+_ALIGNED = 4
+"""int32 numbers in 16 bytes: a part of the tiles that begins at a multiple needs no build of its own."""
 
 
 @triton.jit
@@ -326,6 +334,12 @@ def attend(
     if exact:
         parts = triton.cdiv(paged.tables.shape[1] * BLOCK_SIZE, segment)
         shares = min(shares, parts)
+    if exact and split_up:
+        at_once = max(1, PARTIAL_BYTES // (heads * parts * latent * 4 * _ALIGNED)) * _ALIGNED
+        if count > at_once:
+            for some in _turns(tiles, at_once):
+                attend(queries, layer, paged, scoring, some, out, shape, exact=True)
+            return
     partial = stats = out
     if split_up:
         partial = torch.empty(count * heads * parts * latent, dtype=torch.float32, device=out.device)
@@ -359,6 +373,15 @@ def attend(
             per_head=heads, dim=latent, dim_pad=latent_pad,
             block_q=1, max_splits=MAX_SPLITS, chunk=16, num_warps=4,
         )  # fmt: skip
+
+
+def _turns(tiles: Tiles, at_once: int) -> Iterator[Tiles]:
+    """Tiles of one query each in parts, whose programs are about as many as those of all would be."""
+    count = len(tiles.sequences)
+    splits = min(MAX_SPLITS, tiles.splits * triton.cdiv(count, at_once))
+    for begin in range(0, count, at_once):
+        part = slice(begin, begin + at_once)
+        yield Tiles(tiles.sequences[part], tiles.firsts[part], tiles.queries, splits)
 
 
 def rows_of(needed: int, dtype: torch.dtype, device: torch.device, *, exact: bool, scaled: bool) -> int:
