@@ -164,6 +164,15 @@ def test_half_precision_loses_neither_small_nor_large_values(scale):
     torch.testing.assert_close(step.run(), step.twin(), atol=2e-3 * scale, rtol=5e-2)
 
 
+def test_the_rotary_part_of_a_query_may_be_much_larger_than_the_rest():
+    """By more than half precision can hold, in which both meet compressed keys."""
+    step = decode([100], dtype=torch.float16, hot_window=HotWindow(0, 0))
+    step.queries[..., :32] *= 1e-4
+    step.queries[..., 32:] *= 500
+    for mode in (False, True):
+        torch.testing.assert_close(step.run(exact=mode), step.twin(), atol=2e-3, rtol=5e-2)
+
+
 def test_rows_that_only_fill_a_step_up_see_nothing_and_are_zero():
     step = decode([40, 20, 33], hot_window=LAZY)
     expected = step.twin()

@@ -157,7 +157,8 @@ def latent_rows(needed: int, dtype: torch.dtype, shared_bytes: int, *, exact: bo
 
 def latent_shape(dtype: torch.dtype) -> Shape:
     """The shape of a program of latent attention, the same for both modes: it fits 99 KiB of shared memory with 16
-    rows, and registers but for some words that are put aside between the loops. In float32 some KiB a thread are.
+    rows, and registers but for some words that are put aside between the loops. In float32 some KiB a thread are in
+    the usual mode.
     """
     if dtype is torch.float32:
         return Shape(keys=16, warps=8, stages=1)
