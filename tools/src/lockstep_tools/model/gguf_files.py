@@ -7,8 +7,10 @@ unchanged; other files give what is in them.
 """
 
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import gguf
 import numpy as np
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from lockstep_engine import EngineConfig
 from lockstep_engine.model_config import ModelInfo, inspect_model, read_json, refuse
 from numpy.typing import NDArray
@@ -54,6 +57,9 @@ _WRITABLE = {
 }
 """`model_type` to llama.cpp's name for the architecture."""
 
+_BLOCK = re.compile(r"\bblk\.(\d{1,9})\.")
+"""In the name of a tensor: the number of its block."""
+
 _END_IDS = "lockstep.eos_token_ids"
 """The field with all ids that end an answer: the format has one for each of three kinds only."""
 
@@ -85,14 +91,16 @@ def read(path: Path, folder: Path, dtype: str, *, widen: bool = False) -> Conver
         widen: keep none.
 
     Raises:
-        LockstepError: it is not a GGUF file, its rotary scaling cannot be kept, or its model cannot be served.
+        LockstepError: it is not a GGUF file, its fields and tensors are of no model, its rotary scaling cannot be
+            kept, or its model cannot be served.
     """
     try:
         reader = gguf.GGUFReader(path)
     except (ValueError, OSError, IndexError) as error:
         raise refuse(f"{path} cannot be read as a GGUF file: {error}") from None
     fields = reader.fields
-    try:
+    _check_depth(path, reader)
+    with _refusals(path):
         model, found = AutoModelForCausalLM.from_pretrained(
             path.parent,
             gguf_file=path.name,
@@ -106,12 +114,6 @@ def read(path: Path, folder: Path, dtype: str, *, widen: bool = False) -> Conver
             (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
         else:
             AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
-    except RuntimeError:
-        raise refuse(f"{path}: its weights are not those of the model that its fields describe") from None
-    except ValueError as error:  # transformers does not know the architecture
-        raise refuse(f"{path}: {str(error).partition(chr(10))[0]}") from None
-    except TypeError:  # gpt-oss with a rotary scaling
-        raise refuse(f"{path}: transformers {transformers.__version__} cannot read its fields") from None
     if found["missing_keys"]:  # transformers has initialized these randomly
         raise refuse(f"{path} lacks weights of a {type(model).__name__}, such as {min(found['missing_keys'])}")
     carry_scaling(path, reader, model.config)
@@ -127,6 +129,35 @@ def read(path: Path, folder: Path, dtype: str, *, widen: bool = False) -> Conver
             0o644
         )  # safetensors makes files readable by their owner only, and a server often runs as another user
     return Conversion(inspect_model(EngineConfig(model=str(folder))), blocks.kinds, blocks.widened)
+
+
+@contextmanager
+def _refusals(path: Path) -> Iterator[None]:
+    """Turn what `transformers` raises for a file that it cannot read into our error."""
+    try:
+        yield
+    except LookupError:
+        raise refuse(f"{path}: its tokenizer lacks fields, or one is of a token that is not there") from None
+    except RuntimeError:
+        raise refuse(f"{path}: its weights are not those of the model that its fields describe") from None
+    except ValueError as error:  # transformers does not know the architecture
+        raise refuse(f"{path}: {str(error).partition(chr(10))[0]}") from None
+    except (TypeError, ArithmeticError, StrictDataclassError):  # such as gpt-oss with a rotary scaling
+        raise refuse(f"{path}: transformers {transformers.__version__} cannot read its fields") from None
+
+
+def _check_depth(path: Path, reader: gguf.GGUFReader) -> None:
+    """Refuse another number of blocks than that of the tensors. `transformers` leaves out those that are too many, and
+    makes as many as the field says before it looks for weights.
+    """
+    fields = reader.fields
+    architecture = fields.get(gguf.Keys.General.ARCHITECTURE)
+    if architecture is None:
+        raise refuse(f"{path} lacks the field {gguf.Keys.General.ARCHITECTURE}")
+    name = gguf.Keys.LLM.BLOCK_COUNT.format(arch=architecture.contents())
+    blocks = [int(found[1]) for each in reader.tensors if (found := _BLOCK.search(each.name))]
+    if name in fields and (count := fields[name].contents()) != (there := 1 + max(blocks, default=-1)):
+        raise refuse(f"{path}: its field {name} is {count!r}, and its tensors are of {there} blocks")
 
 
 def write(folder: Path, path: Path, weights: str, progress: Progress) -> None:
