@@ -15,7 +15,7 @@ from lockstep_engine.attention_triton import ChunkAttention, TritonAttention
 from lockstep_engine.chunk_graphs import ChunkInputs, ChunkSize, GraphedChunks, chunk_sizes
 from lockstep_engine.config import EngineConfig, HotWindow
 from lockstep_engine.graphs import DecodeInputs
-from lockstep_engine.kernels import triton_attention, triton_exact_attention
+from lockstep_engine.kernels import triton_attention, triton_exact_attention, triton_latent
 from lockstep_engine.recorders import HostRecorder, NotRecordableError, Recording
 from lockstep_engine.step_recorder import StepRecorder
 from texts import Texts, assert_all_close, assert_same_bits
@@ -86,6 +86,20 @@ def test_attention_of_the_exact_mode_has_the_same_bits(options, monkeypatch):
     texts, steps = some_texts()
     as_they_come = texts.attend(partial(TritonAttention, exact=True), texts.at_once(), **options)
     assert_same_bits(texts.attend(partial(Replayed, exact=True), steps, **options), as_they_come)
+
+
+@pytest.mark.skipif(GPU, reason="texts lie on the CPU")
+@pytest.mark.parametrize(("heads", "exact"), [(4, False), (20, True)])
+@pytest.mark.usefixtures("ordered_products")
+def test_attention_over_latents_is_that_of_steps_as_they_come(heads, exact, monkeypatch):
+    """More heads than rows of a program: then each query of a chunk has programs of its own."""
+    monkeypatch.setattr(triton_latent, "splits_for", lambda *_: 2)
+    monkeypatch.setattr(triton_exact_attention, "SEGMENT", 32)
+    texts = Texts([20, 40, 17], heads=heads, kv_heads=1, dim=48, latent=32, seed=4, scale=2.0)
+    steps, options = texts.in_random_chunks(4), {"hot_window": HotWindow(1, 1)}
+    as_they_come = texts.attend(partial(TritonAttention, exact=exact), steps, **options)
+    replayed = texts.attend(partial(Replayed, exact=exact), steps, **options)
+    (assert_same_bits if exact else assert_all_close)(replayed, as_they_come)
 
 
 def some_texts():

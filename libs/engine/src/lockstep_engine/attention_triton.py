@@ -210,7 +210,7 @@ class ChunkAttention(TritonAttention):
     def _prefill(self, per_head: int, dtype: torch.dtype, layer: LayerCache) -> Tiles:
         size = self._queries_a_tile(per_head, dtype, layer)
         if size not in self._long_tiles:
-            if self._exact and size == 1:
+            if self._exact and size == 1 and not layer.latent:
                 raise RuntimeError(f"{per_head} query heads to a key head take memory for each token of a chunk")
             lengths = self._paged.lengths
             last = len(lengths) - 1
