@@ -290,7 +290,11 @@ async def measure_model(
         proxy = entered.enter_context(proxied(port))
         # Tenants are there to have nothing cached; what the state server has is for all of them.
         seed = remote_keys.seed
-        entered.enter_context(mock.patch.object(remote_keys, "seed", lambda *given: seed(*given[:3], _TENANT)))
+
+        def seed_of_all(*given: Any, **more: Any) -> bytes:
+            return seed(*given[:3], _TENANT, **more)
+
+        entered.enter_context(mock.patch.object(remote_keys, "seed", seed_of_all))
         timed = Timed(path, door)
         await timed.engine.start()
         entered.push_async_callback(timed.engine.close)

@@ -60,7 +60,7 @@ def measure_kernels(bench: Bench) -> None:
         module=torch.nn.Identity(), layers=1, kv_heads=config.num_key_value_heads, first_kv_head=0,
         total_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
-        vocab_size=0, hidden_act="", step=None,  # type: ignore[arg-type]
+        latent=0, vocab_size=0, hidden_act="", step=None,  # type: ignore[arg-type]
     )  # fmt: skip
     heads, dim = config.num_attention_heads, one.head_dim
     for fp8 in (False, True):

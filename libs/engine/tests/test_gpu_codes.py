@@ -193,6 +193,7 @@ def test_what_stays_codes_is_known_before_weights_are_read(tmp_path):
     assert set(events[1:]) == {"read"}
 
 
+@pytest.mark.exhaustive  # a minute; `test_triton_builds` has a rank with codes that builds nothing more
 @pytest.mark.slow
 def test_a_rank_serves_codes_and_builds_no_kernel_while_it_does(tmp_path, monkeypatch, caplog):
     """Its start has compared the kernels with torch."""

@@ -231,6 +231,7 @@ def test_without_graphs_every_step_runs_as_it_comes(tmp_path, monkeypatch, by_tr
         assert len(steps.eager) == len(served.plans)
 
 
+@pytest.mark.exhaustive  # a minute; `test_gpu_decoder` records the steps of a mixture
 def test_a_mixture_is_recorded(tmp_path, monkeypatch, by_triton):
     path, _ = make("mixtral", tmp_path)
     expected = on_the_cpu(path, (3, 3))
